@@ -1,23 +1,93 @@
-"""Functions shared by the command-line tools: missing packages, closed pipes, numbers of processes."""
+"""Functions shared by the command-line tools: missing packages, errors, outputs, closed pipes, numbers of processes."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .analysis.page import Sections
 
 BAD_INPUT, CLOSED = 2, 141
-"""Exit statuses for a missing package and for a pipe that its reader closed (128 + SIGPIPE)."""
+"""Exit statuses for an invalid input and for a pipe that its reader closed (128 + SIGPIPE)."""
 TOKENIZER = "folder of the tokenizer that converts token ids to text (default: the tokenizer of the recorded model)"
 PROGRAM = "OFFPOLICY_PROGRAM"
 """Environment variable that contains the command that started a tool, such as ``offpolicy doctor``; if unset, ``python
 -m`` is shown."""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "wandb_workspaces": "wandb-workspaces"}
+
+
+class Output(NamedTuple):
+    """The result of a tool.
+
+    Attributes:
+        title, subtitle: of the page; the subtitle is also that of the figure.
+        sections: tables, text and panels for the console, ``--png`` and ``--html``; built only if they are needed.
+        document: values for ``--json``.
+        status: exit status of the tool.
+    """
+
+    title: str
+    sections: Callable[[], Sections]
+    document: Callable[[], Any]
+    subtitle: str = ""
+    status: int = 0
+
+
+def run_tool(
+    tool: str, options: argparse.Namespace, modules: Iterable[str], work: Callable[[argparse.Namespace], Output]
+) -> int:
+    """Run ``work``, write its files, and print tables or JSON; return the exit status.
+
+    Args:
+        modules: modules that the tool needs, in addition to those of its outputs.
+    """
+    html = getattr(options, "html", None)
+    of_outputs = {"rich": not options.json, "matplotlib": options.png, "bokeh": html, "jinja2": html}
+    require_modules(tool, *modules, *(module for module, needed in of_outputs.items() if needed))
+
+    def write() -> int:
+        from .analysis import page, plotting, table
+
+        plotting.check_outputs(options, tool)
+        output = work(options)
+        sections = output.sections() if options.png or html or not options.json else {}
+        if options.png:
+            plotting.save(page.draw_figure(sections, output.subtitle), options.png)
+        if html:
+            page.write_page(html, output.title, sections, output.subtitle)
+        if options.json:
+            print(json.dumps(table.to_plain(output.document()), indent=2, allow_nan=False))  # noqa: T201
+        else:
+            page.print_sections(sections)
+        return output.status
+
+    return catch_errors(tool, write)
+
+
+def catch_errors(tool: str, work: Callable[[], int]) -> int:
+    """Run ``work`` in a prepared process and return its status; an error of the input is one line, and status 2."""
+    from .analysis import AnalysisError
+    from .analysis.jobs import prepare_process
+    from .correction import SpecError
+    from .recording import RecordingError
+
+    prepare_process()
+    try:
+        return work()
+    except BrokenPipeError:
+        raise
+    except (AnalysisError, RecordingError, SpecError, OSError) as error:
+        return refuse(tool, error)
 
 
 def name_program(tool: str) -> str:
@@ -33,24 +103,33 @@ def require_modules(tool: str, *modules: str) -> None:
         raise SystemExit(BAD_INPUT)
 
 
-def list_output_modules(options: argparse.Namespace) -> list[str]:
-    """List the modules that the outputs ``--json``, ``--png`` and ``--html`` need."""
-    needed = {"png": ["matplotlib"], "html": ["bokeh", "jinja2"]}
-    files = [module for name, modules in needed.items() if getattr(options, name, None) for module in modules]
-    return files if options.json else ["rich", *files]
-
-
 def refuse(tool: str, error: object) -> int:
     """Print why a tool failed; return its exit status."""
     sys.stderr.write(f"{tool}: {error}\n")
     return BAD_INPUT
 
 
-def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """Add ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
+def add_recording(parser: argparse.ArgumentParser) -> None:
+    """Add the recording, and ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
+    directory = "the recording: the directory named by offpolicy.record.dir"
+    parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--jobs", type=parse_count, metavar="N", help="processes; default: one per core, 1 for a small recording")
     add("--ray", metavar="ADDRESS", help="run on this Ray cluster; its nodes need the package and the recording")
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """Add ``--steps``."""
+    steps = "steps to read: one number, or a range whose start or end may be left out (default: all)"
+    parser.add_argument("--steps", type=read_steps, metavar="FIRST:LAST", help=steps)
+
+
+def add_outputs(parser: argparse.ArgumentParser, *, html: bool = False) -> None:
+    """Add ``--png``, ``--json`` and, for a tool with a page, ``--html``."""
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a figure")
+    if html:
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def read_steps(text: str) -> tuple[int, int | None]:

@@ -12,72 +12,65 @@ Exit status: 0, or 2 if an argument is invalid.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .command_line import list_output_modules, name_program, parse_count, parse_score, refuse, require_modules, run
+from .command_line import Output, add_outputs, name_program, parse_count, parse_score, run, run_tool
+
+if TYPE_CHECKING:
+    from .analysis.page import Sections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = build_parser().parse_args(arguments)
-    require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *list_output_modules(options))
-    from .analysis.lengths import CurveError, NoClassError
-    from .analysis.plotting import PageError, check_outputs
+    modules = ("torch", "numpy", "pyarrow", "xxhash")
+    return run_tool("lengths", build_parser().parse_args(arguments), modules, _read)
+
+
+def _read(options: argparse.Namespace) -> Output:
+    from .analysis import AnalysisError
     from .extensions.validation_answers import DumpError, is_dump
-    from .recording import RecordingError
 
     try:
-        check_outputs(options, "lengths")
-        if any(dumps := [is_dump(path) for path in options.sources]):
-            if not all(dumps) or not options.tokenizer:
-                raise CurveError("pass only validation dumps, and --tokenizer FOLDER, which counts their tokens.")
-            document, blocks = _read_classes(options)
-        else:
-            document, blocks = _read_curves(options)
-    except (CurveError, DumpError, NoClassError, PageError, RecordingError, OSError) as error:
-        return refuse("lengths", error)
-    if options.json:
-        print(json.dumps(document, indent=2))  # noqa: T201
-    else:
-        from .analysis.table import open_console, print_blocks
-
-        print_blocks(open_console(), *blocks, wrap=True)
-    return 0
+        if not any(dumps := [is_dump(path) for path in options.sources]):
+            return _read_curves(options)
+        if not all(dumps) or not options.tokenizer:
+            raise AnalysisError("pass only validation dumps, and --tokenizer FOLDER, which counts their tokens.")
+        return _read_classes(options)
+    except DumpError as error:
+        raise AnalysisError(str(error)) from error
 
 
-def _read_curves(options: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """Read and draw lengths by correctness over steps; return them for JSON and as tables."""
-    from .analysis.lengths import build_table, draw_curves, read_curves, read_ends
-    from .analysis.plotting import save
-    from .analysis.table import to_plain
+def _read_curves(options: argparse.Namespace) -> Output:
+    """Read lengths by correctness over steps."""
+    from .analysis.lengths import build_table, plot_curves, read_curves, read_ends
 
     curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
-    if options.png is not None:
-        ends = {str(path): read_ends(path) for path in options.sources if path.is_dir()}
-        save(draw_curves(curves, ends), options.png)
-    return to_plain(curves), [build_table(found, name) for name, found in curves.items()]
+    tables = [build_table(found, name) for name, found in curves.items()]
+
+    def build() -> Sections:
+        ends = {str(path): read_ends(path) for path in options.sources if path.is_dir()} if options.png else {}
+        return {"Lengths": [*tables, plot_curves(curves, ends)]}
+
+    return Output("Length of answers", build, lambda: curves)
 
 
-def _read_classes(options: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """Read and draw prompt classes over the checkpoints of dumps; return them for JSON, and as a table with a note."""
-    from .analysis import lengths
-    from .analysis.plotting import save
+def _read_classes(options: argparse.Namespace) -> Output:
+    """Read prompt classes over the checkpoints of dumps."""
+    from .analysis import AnalysisError, lengths
     from .extensions.setting_checks import load_tokenizer
 
     if (tokenizer := load_tokenizer(options.tokenizer)) is None:
-        raise lengths.CurveError(f"--tokenizer {options.tokenizer}: there is no tokenizer in this folder.")
+        raise AnalysisError(f"--tokenizer {options.tokenizer}: there is no tokenizer in this folder.")
     checkpoints = lengths.read_checkpoints(options.sources, tokenizer)
     early, least = checkpoints[0], options.correct_at_least
     classes = lengths.assign(early, samples=options.samples, correct_at_least=least)
-    if options.png is not None:
-        save(lengths.draw_classes(checkpoints, classes), options.png)
     rows = lengths.build_class_rows(checkpoints, classes, least)
     note = f"The pass rates at {early.label} determined the classes of the prompts: compare only later checkpoints."
-    return rows, [lengths.build_class_table(rows, early.label), note]
+    table, panels = lengths.build_class_table(rows, early.label), lengths.plot_classes(checkpoints, classes)
+    return Output("Length of answers", lambda: {"Lengths": [table, note, panels]}, lambda: rows)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,8 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="FOLDER", help="for dumps: the tokenizer that counts their tokens")
     samples = "for dumps: number of answers that determine a prompt's class (64)"
     add("--samples", type=parse_count, default=64, metavar="N", help=samples)
-    add("--png", type=Path, metavar="FILE", help="write the curves")
-    add("--json", action="store_true", help="print JSON instead of tables")
+    add_outputs(parser)
     return parser
 
 

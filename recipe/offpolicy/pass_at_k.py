@@ -8,50 +8,38 @@ Exit status: 0, or 2 if a dump or an argument is invalid.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import list_output_modules, name_program, parse_count, parse_score, refuse, require_modules, run
+from .command_line import Output, add_outputs, name_program, parse_count, parse_score, run, run_tool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = build_parser().parse_args(arguments)
-    require_modules("pass_at_k", "torch", *list_output_modules(options))
+    modules = ("torch", "numpy", "pyarrow", "xxhash")
+    return run_tool("pass_at_k", build_parser().parse_args(arguments), modules, _estimate)
+
+
+def _estimate(options: argparse.Namespace) -> Output:
+    from .analysis import AnalysisError
     from .analysis import pass_at_k as analysis
-    from .analysis.plotting import check_outputs, save
     from .extensions.pass_at_k.estimates import Stopping
 
+    if (options.looks is None) != (options.successes is None):
+        raise AnalysisError("--looks and --successes belong together: give both, or neither.")
+    ranking = None
     try:
-        check_outputs(options, "pass_at_k")
-        if (options.looks is None) != (options.successes is None):
-            raise ValueError("--looks and --successes belong together: give both, or neither.")
-        stopping = None if options.looks is None else Stopping(tuple(options.looks), options.successes)
         steps = analysis.read_dumps(options.dumps, correct_at_least=options.correct_at_least)
+        stopping = None if options.looks is None else Stopping(tuple(options.looks), options.successes)
         how = {"extrapolate": options.extrapolate, "stopping": stopping, "ranking": options.rank}
         found = [analysis.estimate(counts, options.k, **how) for counts in steps]
-        ranking = None
         if options.rank and len(steps) > 1:
             ranking = analysis.rank_checkpoints(steps, max((*options.k, *options.extrapolate)), stopping=stopping)
-        if options.png is not None:
-            save(analysis.draw_curves(found), options.png)
-    except (ValueError, OSError) as error:  # all errors of dumps, ranking and pages are ValueErrors
-        return refuse("pass_at_k", error)
-    if options.json:
-        places = analysis.build_places(ranking) if ranking else {}
-        shown = [analysis.build_json(each) | ({"ranking": places[each.name]} if ranking else {}) for each in found]
-        print(json.dumps(shown, indent=2))  # noqa: T201
-        return 0
-    from .analysis.table import open_console, print_blocks
-
-    console = open_console()
-    for each in found:
-        print_blocks(console, analysis.build_table(each), *each.notes, wrap=True)
-    if ranking:
-        print_blocks(console, analysis.build_ranking(ranking), *analysis.list_notes(ranking), wrap=True)
-    return 0
+    except ValueError as error:  # not a dump, or counts that are impossible under the stopping rule
+        raise AnalysisError(str(error)) from error
+    blocks = analysis.build_blocks(found, ranking)
+    return Output("pass@k", lambda: {"pass@k": blocks}, lambda: analysis.build_document(found, ranking))
 
 
 def parse_counts(text: str) -> list[int]:
@@ -78,8 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--looks", type=parse_counts, metavar="N,...", help=looks)
     add("--successes", type=parse_count, metavar="R", help="number of correct samples at which it ended")
     add("--rank", action="store_true", help="rank checkpoints at the largest k, and show 1 - (1 - c/n)^k")
-    add("--png", type=Path, metavar="FILE", help="write the curve")
-    add("--json", action="store_true", help="print JSON instead of tables")
+    add_outputs(parser)
     return parser
 
 

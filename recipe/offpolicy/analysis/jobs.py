@@ -17,6 +17,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final, TypeVar
 
 from ..recording import Recording, Step
+from . import AnalysisError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,10 +31,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
 """Size in bytes of the largest allocation that glibc keeps after it is freed (glibc's own maximum), and the limit on
 everything that it keeps."""
-
-
-class JobsError(RuntimeError):
-    """Processes that work on a recording died, or a cluster cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Jobs:
             what: name of the work, for a progress bar if standard error is a terminal; empty for no bar.
 
         Raises:
-            JobsError: an item's process died ``TRIES`` times, or there is no cluster at the address.
+            AnalysisError: an item's process died ``TRIES`` times, or there is no cluster at the address.
             Exception: any exception that ``work`` raised.
         """
         found: Iterator[Result]
@@ -104,7 +101,7 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
         except BrokenProcessPool as error:
             tries += 1
             if tries == TRIES:
-                raise JobsError(
+                raise AnalysisError(
                     f"a process that worked on {items[place]} or one of the next {AHEAD * count} items died, {TRIES} "
                     "times. Fix: run with --jobs 1 to see the cause; if memory is short, use fewer jobs."
                 ) from error
@@ -147,7 +144,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except Exception as error:  # the type depends on what is wrong with the address
-            raise JobsError(
+            raise AnalysisError(
                 f"--ray {address}: no cluster responds at this address ({error}). Fix: pass the address that `ray "
                 "start` printed."
             ) from error
@@ -160,7 +157,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None
         except ray.exceptions.RayError as error:
-            raise JobsError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
+            raise AnalysisError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
         yield result
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from ..extensions.length_penalty.penalties import CLASSES, summarize_lengths
 from ..extensions.validation_answers import drop_repeated, find_run, name_runs, read_answers, read_lines
 from ..recording import Recording, Rows
 from ..recording.schema import concatenate
-from .plotting import PALETTE, Axis, Mark, Panel, draw_panels
+from . import AnalysisError
+from .plotting import PALETTE, Axis, Mark, Panel
 from .table import Column, Table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
 
@@ -40,14 +38,6 @@ TITLES = {
 BINS, LEAST = 8, 20
 """Number of length bins, each with the same share of all answers, and minimum number of answers for a bin to have a
 value."""
-
-
-class CurveError(ValueError):
-    """The path contains neither metrics with lengths nor a recording."""
-
-
-class NoClassError(ValueError):
-    """No prompt is easy or hard."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
     """Read the curves of a file of metrics (verl's logger ``file``), or of a recording's directory.
 
     Raises:
-        CurveError: there are no curves in it.
+        AnalysisError: there are no curves in it.
         RecordingError, OSError: it cannot be read.
     """
     if path.is_dir():
@@ -101,11 +91,11 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
         return [measure_rows(rows, correct_at_least) for rows in whole]
     found: list[LengthStep] = []
     fix = "Name a file of metrics from verl's file logger, or the directory of a recording."
-    for number, line in read_lines(path, CurveError, fix):
+    for number, line in read_lines(path, AnalysisError, fix):
         try:
             step, data = int(line["step"]), dict(line["data"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CurveError(
+            raise AnalysisError(
                 f"{path}, line {number}: this line was not written by verl's file logger ({error!r}). {fix}"
             ) from error
         if LENGTH not in data:
@@ -116,7 +106,7 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
         lengths = {name: known.get(key, math.nan) for name, key in keys.items()}
         found.append(LengthStep(step, lengths, next((known[key] for key in REWARD if key in known), math.nan)))
     if not found:
-        raise CurveError(f"{path}: no step records {LENGTH}.")
+        raise AnalysisError(f"{path}: no step records {LENGTH}.")
     return found
 
 
@@ -175,14 +165,14 @@ def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str
     """Collect the easy and the hard prompts of an early checkpoint; see ``validation_answers.fix_classes``.
 
     Raises:
-        NoClassError: no prompt has enough answers, or none is easy or hard.
+        AnalysisError: no prompt has enough answers, or none is easy or hard.
     """
     right = (early.rewards >= round_threshold(correct_at_least)).tolist()
     answers = map(validation_answers.Answer, early.prompts, early.tokens.astype(int).tolist(), right)
     classes = validation_answers.fix_classes(list(answers), samples=samples)
     found = {name: {prompt for prompt, each in classes.items() if each == name} for name in validation_answers.CLASSES}
     if not any(found.values()):
-        raise NoClassError(
+        raise AnalysisError(
             f"{early.label}: {len(classes)} prompts have {samples} answers, but none of these prompts is easy (more "
             "than 90 % correct) or hard (less than 10 %). Name a dump with more samples, or pass --samples."
         )
@@ -263,12 +253,13 @@ def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -
     return Table(columns, rows, title)
 
 
-def draw_classes(checkpoints: Sequence[Answers], classes: Mapping[str, set[str]]) -> Figure:
+def plot_classes(checkpoints: Sequence[Answers], classes: Mapping[str, set[str]]) -> list[Panel]:
     """Plot reward and share of answers over length for each class, with one line per checkpoint."""
-    panels = []
-    for name, prompts in classes.items():
-        panels += build_panels([each.of(prompts) for each in checkpoints], f"{name} prompts")
-    return draw_panels(panels, columns=2)
+    return [
+        panel
+        for name, prompts in classes.items()
+        for panel in build_panels([each.of(prompts) for each in checkpoints], f"{name} prompts")
+    ]
 
 
 def build_panels(of: Sequence[Answers], title: str) -> list[Panel]:
@@ -289,7 +280,7 @@ def build_panels(of: Sequence[Answers], title: str) -> list[Panel]:
     ]
 
 
-def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> Figure:
+def plot_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> list[Panel]:
     """Plot length by correctness over steps, with the reward next to it and one row of panels per run.
 
     For runs with ``ends`` (the answers of the first and the last steps), another row of panels shows reward and share
@@ -309,4 +300,4 @@ def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, S
             Panel("Reward", "Mean reward over steps", x, Axis("mean reward of an answer"), reward),
             *build_panels(ends.get(run, ()), run),
         ]
-    return draw_panels(panels, columns=2)
+    return panels

@@ -1,6 +1,7 @@
-"""One self-contained HTML file without network access, light or dark according to the reader's system.
+"""The result of a tool as sections of blocks, rendered as an HTML page, on the console, or as one figure.
 
-Every value is escaped. Jinja2 and Bokeh are imported when a page is rendered.
+A page is one self-contained file without network access, light or dark according to the reader's system. Every value
+is escaped. Jinja2, Bokeh and Rich are imported where they are used.
 """
 
 from __future__ import annotations
@@ -8,21 +9,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .plotting import Panel, serialize
-from .table import Table, format_cell, format_rows
+from .plotting import Panel, draw_panels, serialize
+from .table import Table, fit_to_width, format_cell, format_rows
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
+    from matplotlib.figure import Figure
 
 PANEL = 'type="application/json" class="panel"'
 """Attributes of the script element with a panel's data."""
+PIPE_WIDTH = 100
+"""Width in characters of a table that is written to a file or a pipe."""
 _LOADER = """
 for (const data of document.querySelectorAll("script.panel"))
   Bokeh.embed.embed_item(JSON.parse(data.textContent), data.previousElementSibling);
@@ -130,82 +135,99 @@ summary { cursor: pointer; color: var(--link); }
 
 @dataclass(frozen=True)
 class Code:
-    """Preformatted text; white space is kept."""
+    """Preformatted text; white space is kept, and lines are not broken."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that are folded until the reader opens them."""
+    """Blocks that a page folds until the reader opens them; on the console, only their tables are printed."""
 
     summary: str
     blocks: Sequence[Block]
 
 
 Block: TypeAlias = "str | Table | Mapping[str, Any] | Sequence[Panel] | Code | Details"
-"""A paragraph, a table, names with their values, panels, preformatted text, or folded blocks."""
+"""A paragraph, a table, names with their values, panels, preformatted text, or folded blocks. Names with values, and
+panels, are not printed on the console. Empty blocks are skipped."""
+Sections: TypeAlias = Mapping[str, Iterable[Block]]
+"""Heading -> blocks."""
 
 
-@dataclass
-class Page:
-    """A title and sections, in the order in which they are added.
+def draw_figure(sections: Sections, title: str = "") -> Figure:
+    """Draw all panels into one figure, at most two side by side."""
+    blocks = [block for found in sections.values() for block in found]
+    panels = [panel for block in blocks if isinstance(block, list) for panel in block]
+    return draw_panels(panels, columns=min(len(panels), 2), title=title)
 
-    Attributes:
+
+def print_sections(sections: Sections) -> None:
+    """Print tables, split between columns if they are wider than the console, and text."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    # Without the capture, Rich would end the program if a reader closed the pipe.
+    with console.capture() as captured:
+        for block in (block for found in sections.values() for block in found if block):
+            if isinstance(block, str):  # a terminal breaks it between words
+                console.print(Text(block), soft_wrap=not console.is_terminal)
+            elif isinstance(block, Code):
+                console.print(Text(block.text), soft_wrap=True)
+            for table in block.blocks if isinstance(block, Details) else [block]:
+                if isinstance(table, Table):
+                    console.print(*fit_to_width(table, console.width), sep="\n")
+    sys.stdout.write(captured.get())
+
+
+def render_page(title: str, sections: Sections, subtitle: str = "", refresh: int = 0) -> str:
+    """Render a page, with the scripts of its panels if it has any; sections without blocks are left out.
+
+    Args:
         title: title and heading of the page.
         subtitle: line below the heading.
         refresh: seconds after which a browser reloads the page; 0 for never.
     """
+    from markupsafe import Markup
 
-    title: str
-    subtitle: str = ""
-    refresh: int = 0
-    _sections: list[dict[str, Any]] = field(default_factory=list)
+    blocks = {heading: [render_block(block) for block in found if block] for heading, found in sections.items()}
+    drawn = any(PANEL in block for found in blocks.values() for block in found)
+    scripts = [*_read_scripts(), _LOADER] if drawn else []
+    # Whatever a recorded text contains, a script runs only if the policy lists its digest.
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    return _render(
+        "page",
+        title=title,
+        subtitle=subtitle,
+        refresh=refresh,
+        style=Markup(_STYLE),
+        sections=[{"heading": heading, "blocks": found} for heading, found in blocks.items() if found],
+        scripts=list(map(Markup, scripts)),
+        policy=Markup(" ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"),
+    )
 
-    def add_section(self, heading: str, *blocks: Block) -> None:
-        """Add a section with the non-empty blocks, if there are any."""
-        if found := [render_block(block) for block in blocks if block]:
-            self._sections.append({"heading": heading, "blocks": found})
 
-    def render(self) -> str:
-        """Render the whole page, with the scripts of its panels if it has any."""
-        from markupsafe import Markup
+def write_page(path: Path, title: str, sections: Sections, subtitle: str = "", refresh: int = 0) -> int:
+    """Write a page atomically, see ``render_page``; characters that UTF-8 cannot encode become "?".
 
-        drawn = any(PANEL in block for section in self._sections for block in section["blocks"])
-        scripts = [*_read_scripts(), _LOADER] if drawn else []
-        # Whatever a recorded text contains, a script runs only if the policy lists its digest.
-        digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-        return _render(
-            "page",
-            title=self.title,
-            subtitle=self.subtitle,
-            refresh=self.refresh,
-            style=Markup(_STYLE),
-            sections=self._sections,
-            scripts=list(map(Markup, scripts)),
-            policy=Markup(" ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"),
-        )
+    Returns:
+        Its size in bytes.
 
-    def write(self, path: Path) -> int:
-        """Write the page atomically; characters that UTF-8 cannot encode become "?".
-
-        Returns:
-            Its size in bytes.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        content = self.render().encode("utf-8", errors="replace")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The file is written next to the target, so that the replacement is atomic.
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            partial.write_bytes(content)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        return len(content)
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = render_page(title, sections, subtitle, refresh).encode("utf-8", errors="replace")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The file is written next to the target, so that the replacement is atomic.
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return len(content)
 
 
 def render_block(block: Block) -> Markup:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,10 @@ from ..extensions.pass_at_k.estimates import (
     unbiased_dynamic,
 )
 from ..extensions.validation_answers import DumpError, drop_repeated, find_run, name_runs, read_dump
-from .plotting import PALETTE, Axis, Mark, Panel, draw_panels
-from .table import Column, Table, to_plain
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from . import AnalysisError
+from .page import Block
+from .plotting import PALETTE, Axis, Mark, Panel
+from .table import Column, Table
 
 Prompt = tuple[str, str]
 """The input and the ground truth, which together identify a prompt."""
@@ -39,10 +38,6 @@ Interval = tuple[float, float, float]
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10
 """Number of bootstrap draws, level of the intervals, and minimum number of prompts for separating checkpoints."""
 FIT_DRAWS = 400
-
-
-class RankingError(ValueError):
-    """The checkpoints cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +187,25 @@ def build_table(found: Estimates) -> Table:
     return Table(columns, rows, f"{found.name[0].upper()}{found.name[1:]}: {counted}")
 
 
-def build_json(found: Estimates) -> dict[str, Any]:
-    """Build the JSON of one step."""
+def build_blocks(found: Sequence[Estimates], ranking: Ranking | None) -> list[Block]:
+    """Build the tables, notes and panel of all steps, and of their ranking."""
+    blocks: list[Block] = []
+    for each in found:
+        blocks += [build_table(each), *each.notes]
+    if ranking is not None:
+        blocks += [build_ranking(ranking), *ranking.notes]
+    return [*blocks, plot_curves(found)]
+
+
+def build_document(found: Sequence[Estimates], ranking: Ranking | None) -> list[dict[str, Any]]:
+    """Build the JSON document: one entry per step, with its place if the steps are ranked."""
+    places = {} if ranking is None else _describe_places(ranking)
+    return [_describe(each) | ({"ranking": places[each.name]} if places else {}) for each in found]
+
+
+def _describe(found: Estimates) -> dict[str, Any]:
     summary, fitted = found.summary, found.summary.fit
-    document = {
+    return {
         "step": found.step,
         "prompts": summary.prompts,
         "samples": summary.samples,
@@ -207,14 +217,27 @@ def build_json(found: Estimates) -> dict[str, Any]:
         "ranking_only": found.ranking,
         "notes": found.notes,
     }
-    return dict(to_plain(document))
+
+
+def _describe_places(found: Ranking) -> dict[str, dict[str, Any]]:
+    shared = {"k": found.k, "by": found.by, "pairs": found.pairs, "width": found.width, "notes": found.notes}
+    return {
+        each.name: {
+            "place": each.number,
+            "value": _name_interval(each.value),
+            "behind_first": _name_interval(each.behind),
+            "may_be_best": each.may_be_best,
+            **shared,
+        }
+        for each in found.places
+    }
 
 
 def _name_interval(values: Interval) -> dict[str, float]:
     return dict(zip(("estimate", "low", "high"), values, strict=True))
 
 
-def draw_curves(found: Sequence[Estimates]) -> Figure:
+def plot_curves(found: Sequence[Estimates]) -> list[Panel]:
     """Plot pass@k over k for each step, with intervals, and with the fit as a dashed line."""
     marks = []
     for number, each in enumerate(found):
@@ -227,7 +250,7 @@ def draw_curves(found: Sequence[Estimates]) -> Figure:
             look: Any = {"colour": PALETTE[number % len(PALETTE)], "dash": dash, "marker": "o"}
             marks.append(Mark(ks, value, f"{each.name}, {name}", band=(low, high), **look))
     x, y = Axis("k", log=2), Axis("pass@k", limits=(0.0, 1.02))
-    return draw_panels([Panel("pass@k", "pass@k over k, with 95 % intervals over prompts", x, y, marks)])
+    return [Panel("pass@k", "pass@k over k, with 95 % intervals over prompts", x, y, marks)]
 
 
 @dataclass(frozen=True)
@@ -281,14 +304,12 @@ def rank_checkpoints(
     therefore 5 %, and so is the probability that the best checkpoint is not among those that may be best.
 
     Raises:
-        RankingError: fewer than two checkpoints, no common prompt, or a fit that is not identified.
+        AnalysisError: no common prompt, or a fit that is not identified.
         ValueError: the counts are impossible under the stopping rule.
     """
-    if len(checkpoints) < 2:
-        raise RankingError("a ranking needs the dumps of at least two checkpoints.")
     order = sorted(set.intersection(*(set(each.prompts) for each in checkpoints)))
     if not order:
-        raise RankingError("the checkpoints have no prompt in common, so they cannot be compared.")
+        raise AnalysisError("the checkpoints have no prompt in common, so they cannot be compared.")
     found = [dict(zip(each.prompts, zip(each.n, each.c, strict=True), strict=True)) for each in checkpoints]
     counts = torch.tensor([[each[prompt] for prompt in order] for each in found])
     by, notes = _choose(counts, k, stopping)
@@ -300,28 +321,33 @@ def rank_checkpoints(
     if few:
         notes.append(f"{len(order)} prompts are too few to separate checkpoints; at least {LEAST_PROMPTS} are needed.")
     differences, errors, width = _compare(own, drawn)
-    margin = torch.full_like(errors, math.inf) if few else width * errors
+    margin = width * errors
     low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=1)
     best = (differences + margin >= 0).all(1)
+    if few:
+        low, high, margin, best = low * math.nan, high * math.nan, margin * math.nan, torch.ones_like(best)
     falling = sorted(range(len(checkpoints)), key=lambda at: (-float(own[at]), checkpoints[at].name))
     first = falling[0]
-    places = tuple(
-        Place(
-            1 + int((own > own[at] + 1e-12).sum()),
-            checkpoints[at].name,
-            (float(own[at]), *((math.nan, math.nan) if few else (float(low[at]), float(high[at])))),
-            _interval(float(differences[at, first]), 0.0 if at == first else float(margin[at, first])),
-            bool(best[at]),
+
+    def build_place(at: int) -> Place:
+        value = float(own[at])
+        behind, half = float(differences[at, first]), float(margin[at, first]) if at != first else 0.0
+        return Place(
+            number=1 + int((own > value + 1e-12).sum()),
+            name=checkpoints[at].name,
+            value=(value, float(low[at]), float(high[at])),
+            behind=(behind, behind - half, behind + half),
+            may_be_best=bool(best[at]),
         )
-        for at in falling
-    )
+
     pairs = len(checkpoints) * (len(checkpoints) - 1) // 2
-    return Ranking(k, by, len(order), pairs, width, places, tuple(notes))
-
-
-def _interval(value: float, margin: float) -> Interval:
-    ends = (value - margin, value + margin)
-    return (value, *ends) if math.isfinite(margin) else (value, math.nan, math.nan)
+    notes.append(
+        f"{len(checkpoints)} checkpoints, {pairs} pairs: the intervals of differences from the first checkpoint are "
+        f"simultaneous over all pairs, at 95 % (+- {width:.2f} standard errors). The best checkpoint is one of those "
+        "that may be best, at 95 %. The value of the first checkpoint is too high on average, because it was selected "
+        "by the same samples."
+    )
+    return Ranking(k, by, len(order), pairs, width, tuple(map(build_place, falling)), tuple(notes))
 
 
 def _choose(counts: Tensor, k: int, stopping: Stopping | None) -> tuple[str, list[str]]:
@@ -369,7 +395,7 @@ def _fit(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stopping | 
         try:
             own.append(extrapolate(*fit(each[:, 0], each[:, 1]), k))
         except NotIdentified as error:
-            raise RankingError(
+            raise AnalysisError(
                 f"k={k} exceeds the number of samples, and the fit is not identified: {error}"
             ) from error
         pairs, place = torch.unique(each, dim=0, return_inverse=True)
@@ -378,7 +404,7 @@ def _fit(counts: Tensor, k: int, weights: Tensor, by: str, stopping: Stopping | 
         found &= identified
         drawn.append(1 - (torch.lgamma(b + k) - torch.lgamma(b) - torch.lgamma(a + b + k) + torch.lgamma(a + b)).exp())
     if float(found.double().mean()) < LEVEL:
-        raise RankingError(f"k={k}: the fit is identified in too few resamples of the prompts. Draw more samples.")
+        raise AnalysisError(f"k={k}: the fit is identified in too few resamples of the prompts. Draw more samples.")
     return torch.tensor(own, dtype=torch.float64), torch.stack(drawn)[:, found]
 
 
@@ -400,30 +426,3 @@ def build_ranking(found: Ranking) -> Table:
     rows = [[each.number, each.name, *each.value, *each.behind, each.may_be_best] for each in found.places]
     title = f"Ranking by pass@{found.k} ({found.by}), {found.prompts} common prompts"
     return Table([Column(name) for name in names], rows, title)
-
-
-def build_places(found: Ranking) -> Mapping[str, dict[str, object]]:
-    """Build the JSON of each checkpoint's place, by its name."""
-    shared = {"k": found.k, "by": found.by, "pairs": found.pairs, "width": found.width, "notes": list_notes(found)}
-    places = {
-        each.name: {
-            "place": each.number,
-            "value": _name_interval(each.value),
-            "behind_first": _name_interval(each.behind),
-            "may_be_best": each.may_be_best,
-            **shared,
-        }
-        for each in found.places
-    }
-    return dict(to_plain(places))
-
-
-def list_notes(found: Ranking) -> list[str]:
-    """List the notes that help to interpret a ranking."""
-    return [
-        *found.notes,
-        f"{len(found.places)} checkpoints, {found.pairs} pairs: the intervals of differences from the first "
-        f"checkpoint are simultaneous over all pairs, at 95 % (+- {found.width:.2f} standard errors). The best "
-        "checkpoint is one of those that may be best, at 95 %. The value of the first checkpoint is too high on "
-        "average, because it was selected by the same samples.",
-    ]

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from . import AnalysisError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -55,32 +57,28 @@ _STYLE: Any = {
 }  # fmt: skip
 
 
-class PageError(ValueError):
-    """A page or figure cannot be written; the message says why and how to fix it."""
-
-
 def check_target(option: str, path: Path, example: str) -> None:
-    """Raise PageError if no file can be written at the path that an option names.
+    """Raise AnalysisError if no file can be written at the path that an option names.
 
     Args:
         example: a possible file name; if it is the name of a picture, the path must also have a picture's suffix.
     """
     if path.is_dir():
-        raise PageError(f"{option} {path}: this is a directory. Name a file, such as {option} {path / example}.")
+        raise AnalysisError(f"{option} {path}: this is a directory. Name a file, such as {option} {path / example}.")
     if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES:
         kinds = " or ".join(PICTURES)
-        raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {kinds}.")
+        raise AnalysisError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {kinds}.")
     if path.exists() and not path.is_file():
         # Writing replaces whatever exists at the path, even a device.
-        raise PageError(f"{option} {path}: this is not a regular file. Name a file, such as {option} {example}.")
+        raise AnalysisError(f"{option} {path}: this is not a regular file. Name a file, such as {option} {example}.")
     # Missing folders are created when the file is written, so the nearest existing folder must be writable.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PageError(f"{option} {path}: no file can be written under {above}. Name another path.")
+        raise AnalysisError(f"{option} {path}: no file can be written under {above}. Name another path.")
 
 
 def check_outputs(options: argparse.Namespace, stem: str) -> None:
-    """Raise PageError if no file can be written at the path given by ``--png`` or ``--html``."""
+    """Raise AnalysisError if no file can be written at the path given by ``--png`` or ``--html``."""
     for kind in ("png", "html"):
         if (path := getattr(options, kind, None)) is not None:
             check_target(f"--{kind}", path, f"{stem}.{kind}")

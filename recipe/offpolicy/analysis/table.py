@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table as RichTable
-
 
 Align = Literal["left", "right"]
 
@@ -26,8 +23,6 @@ _READABLE = 24
 """Smallest column width, in characters, at which text that is broken between words is easy to read."""
 _BORDER = 3
 """Number of characters that a terminal table adds per column; the table adds one more in total."""
-PIPE_WIDTH = 100
-"""Width in characters of a table that is written to a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -168,25 +163,3 @@ def fit_to_width(table: Table, width: int) -> list[RichTable]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def open_console() -> Console:
-    """Open a console on standard output."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-
-
-def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> None:
-    """Print tables, split between columns if they are wider than the console, and lines of text; skip empty ones.
-
-    Args:
-        wrap: whether to break lines between words on a terminal, for text that need not be pasted.
-    """
-    from rich.text import Text
-
-    for block in filter(None, blocks):
-        if isinstance(block, Table):
-            console.print(*fit_to_width(block, console.width), sep="\n")
-        else:
-            console.print(Text(block), soft_wrap=not (wrap and console.is_terminal))

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis import jobs
+from recipe.offpolicy.analysis import AnalysisError, jobs
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import PromptSample, hash_prompts
-from recipe.offpolicy.analysis.jobs import ALONE, Jobs, JobsError, map_steps, read_arguments
+from recipe.offpolicy.analysis.jobs import ALONE, Jobs, map_steps, read_arguments
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.whatif.candidates import Candidate
 from recipe.offpolicy.analysis.whatif.study import run_study
@@ -69,7 +69,7 @@ def test_few_results_wait_for_their_turn() -> None:
 @pytest.mark.slow
 def test_what_a_dead_process_worked_on_is_begun_again(tmp_path: Path) -> None:
     assert list(Jobs(2).map(partial(die_once, tmp_path), range(8))) == list(range(8))
-    with pytest.raises(JobsError, match=r"died, 3 times\. Fix: run with --jobs 1"):
+    with pytest.raises(AnalysisError, match=r"died, 3 times\. Fix: run with --jobs 1"):
         list(Jobs(2).map(die, range(8)))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.offpolicy.analysis import AnalysisError
 from recipe.offpolicy.analysis.lengths import (
     Answers,
-    CurveError,
     bin_rewards,
     build_table,
     find_best,
@@ -167,7 +167,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_other_files_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)
-    with pytest.raises(CurveError, match=said):
+    with pytest.raises(AnalysisError, match=said):
         read_curves(path, correct_at_least=1.0)
     assert main([str(path)]) == 2
     assert said in capsys.readouterr().err

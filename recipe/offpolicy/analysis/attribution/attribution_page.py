@@ -1,23 +1,18 @@
-"""Tables, sentences, figures and HTML page of an attribution."""
+"""Tables, sentences and panels of an attribution."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
-from .. import plotting
-from ..page import Details, Page
-from ..plotting import Axis, Mark, Panel, Rule
+from ..page import Code, Details, Sections
+from ..plotting import MUTED, PALETTE, Axis, Mark, Panel, Rule
 from ..table import Column, Table
 from .attribution import Attribution
 from .cause import MISALIGNMENT, THRESHOLDS
 from .decomposition import Bucket, Decomposition
 from .recorded_tokens import describe_left_out
-from .worst_examples import escape
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def compute_kl(attribution: Attribution) -> float:
@@ -36,10 +31,8 @@ def describe_unexplained(attribution: Attribution) -> str:
     kl = compute_kl(attribution)
     if not is_healthy(attribution):
         ages = [version.staleness for version in attribution.versions]
-        large = (
-            f"The mismatch is large and its cause unknown: KL(mu, pi_old) is {kl:.2g} nats per token; between two "
-            f"healthy engines it is at most {THRESHOLDS.healthy:g}."
-        )
+        large = f"The mismatch is large and its cause unknown: KL(mu, pi_old) is {kl:.2g} nats per token"
+        large = f"{large}; between two healthy engines it is at most {THRESHOLDS.healthy:g}."
         # Fresh rows let the decomposition separate the effect of age; rows with unknown versions do not show age.
         if 0 in ages or max(ages, default=-1) < 1:
             return large
@@ -62,21 +55,32 @@ _OF_KL, _INTERVAL = Column("of KL", align="right"), Column("90 %", align="right"
 OPEN, CLOSE = "«", "»"
 """Marks that are put around a token."""
 PARTS: Final = {
-    "backend": "other engine, equal weights",
-    "staleness": "older weights sampled",
-    "routing": "own expert routes, not the replayed ones",
-    "drift": "pi / pi_old, this step's updates",
+    "backend": ("backend", "other engine, equal weights"),
+    "staleness": ("staleness", "older weights sampled"),
+    "routing": ("routing", "own expert routes, not the replayed ones"),
+    "drift": ("drift", "pi / pi_old, this step's updates"),
 }
+"""Name of a share -> label and meaning."""
+
+
+def _name_parts(found: Decomposition, *, apart: bool) -> dict[str, tuple[str, str]]:
+    """Map the name of each share to its label and meaning.
+
+    Args:
+        apart: whether backend and staleness are both identified; otherwise they are merged.
+    """
+    parts = {"rollout": (found.together, "other engine, older weights"), **PARTS}
+    names = (*(("backend", "staleness") if apart else ("rollout",)), "routing", "drift")
+    return {name: parts[name] for name in names if name != "routing" or found.kl.routing is not None}
 
 
 def build_shares_table(whole: Decomposition) -> Table:
     """Build the table of the shares of variance and of KL, with intervals."""
     rows: list[list[object]] = []
-    for name, (label, meaning) in _parts(whole).items():
-        row: list[object] = [label, meaning]
+    for name, part in _name_parts(whole, apart=whole.kl.backend is not None).items():
+        row: list[object] = list(part)
         for key, split in (("variance", whole.variance), ("kl", whole.kl)):
-            share = getattr(split, name)
-            ends = whole.intervals.get(f"{key}.{name}")
+            share, ends = getattr(split, name), whole.intervals.get(f"{key}.{name}")
             interval = "" if ends is None else f"{_percent(ends[0])} to {_percent(ends[1])}"
             row += ["not identified", ""] if share is None else [_percent(share), interval]
         rows.append(row)
@@ -89,33 +93,18 @@ def _without_replay(found: Decomposition) -> str:
     return "" if found.kl.routing is None else " without replay"
 
 
-def _parts(found: Decomposition, *, apart: bool | None = None) -> dict[str, tuple[str, str]]:
-    """Map the name of a share to its label and meaning.
-
-    Args:
-        apart: whether backend and staleness are both identified; otherwise they are merged. By default, it is
-            determined from ``found``.
-    """
-    named = {
-        name: (name, meaning) for name, meaning in PARTS.items() if name != "routing" or found.kl.routing is not None
-    }
-    if found.kl.backend is not None if apart is None else apart:
-        return named
-    rest = {name: part for name, part in named.items() if name in ("routing", "drift")}
-    return {"rollout": (found.together, "other engine, older weights"), **rest}
-
-
 def format_shares(whole: Decomposition) -> str:
     """Format the identified shares of KL in one line."""
     if math.isnan(whole.kl.rollout):
         return "no mismatch to split"
-    shares = {label: getattr(whole.kl, name) for name, (label, _) in _parts(whole).items()}
+    parts = _name_parts(whole, apart=whole.kl.backend is not None)
+    shares = {label: getattr(whole.kl, name) for name, (label, _) in parts.items()}
     known = ", ".join(f"{label} {share:.0%}" for label, share in shares.items() if share is not None)
     of = "KL(mu, pi)" if whole.kl.drift is not None else "KL(mu, pi_old)"
     return f"{known} of {of}{_without_replay(whole)}"
 
 
-def format_replayed(whole: Decomposition) -> str:
+def _format_replayed(whole: Decomposition) -> str:
     """Format the KL with and without replay; empty if log-probs without replay are not recorded."""
     if whole.replayed_kl is None:
         return ""
@@ -123,33 +112,29 @@ def format_replayed(whole: Decomposition) -> str:
     return f"KL(mu, pi) is {without} nats per token without replay of routes, and {replayed} with it."
 
 
-def build_steps_table(by_step: dict[int, Decomposition]) -> Table:
-    """Build the table of KL and its shares by step."""
-    apart = [part for part in by_step.values() if part.kl.backend is not None]
-    parts = _parts((apart or list(by_step.values()))[0])
+def _build_steps_table(by_step: Mapping[int, Decomposition]) -> Table:
+    splits = list(by_step.values())
+    apart = [split for split in splits if split.kl.backend is not None]
+    parts = _name_parts((apart or splits)[0], apart=bool(apart))
     columns = [Column("step"), Column("tokens"), Column("KL", "nats", digits=6)]
     columns += [Column(label, "of KL", digits=2, align="right") for label, _ in parts.values()]
-    columns += [Column("backend from")]
     rows = [
         [step, part.tokens, part.kl.whole, *(getattr(part.kl, name) for name in parts), part.floor_from or "-"]
         for step, part in by_step.items()
     ]
-    return Table(columns, rows, title="by step")
+    return Table([*columns, Column("backend from")], rows, title="by step")
 
 
-def build_versions_table(attribution: Attribution) -> Table:
-    """Build the table of the mismatch by staleness."""
+def _build_versions_table(attribution: Attribution) -> Table:
     columns = [Column("staleness", "steps"), Column("rows"), Column("tokens"), _MEAN, _STD, _KL]
-    columns.append(Column("backend's part", digits=6))
     rows = [
         ["not known" if v.staleness < 0 else v.staleness, v.rows, v.tokens, v.mean, v.std, v.k3, v.backend]
         for v in attribution.versions
     ]
-    return Table(columns, rows, title="by version of the weights")
+    return Table([*columns, Column("backend's part", digits=6)], rows, title="by version of the weights")
 
 
-def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table]:
-    """Build the table of each profile that has more than ``least`` buckets."""
+def _build_profile_tables(attribution: Attribution) -> list[Table]:
     numbers = [Column("tokens"), _MEAN, _STD, _KL, _OF_KL, Column("drift", "std", digits=4)]
     return [
         Table(
@@ -158,48 +143,35 @@ def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table
             title=f"by {name}",
         )
         for name, buckets in attribution.profiles.items()
-        if len(buckets) > least
     ]
 
 
-def build_tokens_table(attribution: Attribution) -> Table:
+def _build_tokens_table(attribution: Attribution) -> Table:
     """Build the table of the worst tokens, marking each in its context, with the number of rows that contain it."""
     columns = [Column(name) for name in ("step", "place", "rows")]
     columns += [Column(name, digits=2) for name in ("log mu", "pi_old", "pi")]
-    columns += [_OF_KL, Column("in its context", align="left")]
     rows = [
         [
             *(t.step, t.position, t.count, t.mu, t.old, t.pi),
-            _percent(t.share),
-            f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}",
+            *(_percent(t.share), f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}"),
         ]
         for t in attribution.tokens
     ]
-    return Table(columns, rows, title="worst tokens")
+    return Table([*columns, _OF_KL, Column("in its context", align="left")], rows, title="worst tokens")
 
 
-def build_rows_table(attribution: Attribution) -> Table:
+def _build_rows_table(attribution: Attribution) -> Table:
     """Build the table of the worst rows, listing each text once, with the number of rows that have this text."""
     columns = [Column(name) for name in ("step", "rows", "tokens", "age")]
     columns += [Column("KL", "nats", digits=4), Column("log pi/mu", digits=2), _OF_KL, Column("text", align="left")]
-    ages = [None if r.staleness < 0 else r.staleness for r in attribution.worst]
     rows = [
-        [r.step, r.count, r.length, age, r.k3, r.log_ratio, _percent(r.share), r.text]
-        for r, age in zip(attribution.worst, ages, strict=True)
+        [
+            *(r.step, r.count, r.length, None if r.staleness < 0 else r.staleness),
+            *(r.k3, r.log_ratio, _percent(r.share), r.text),
+        ]
+        for r in attribution.worst
     ]
     return Table(columns, rows, title="worst rows")
-
-
-def build_causes_table(attribution: Attribution) -> Table:
-    """Build the table of verdicts and their evidence."""
-    rows = [[cause.name, cause.verdict, cause.sentence] for cause in attribution.causes]
-    return Table([Column("cause"), Column("verdict"), Column("evidence")], rows, title="causes")
-
-
-def list_fixes(attribution: Attribution) -> list[str]:
-    """List the fix of each present cause, one per line and outside of tables, because a table cell could break an
-    override."""
-    return [f"Fix for {cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
 
 
 def format_verdict(attribution: Attribution) -> str:
@@ -230,13 +202,8 @@ _SHOWN: Final = {
 _HEIGHT: Final = 3.4
 
 
-def draw_overview(attribution: Attribution) -> Figure:
-    """Draw the steps and the profiles by position, probability, length and turn in one figure."""
-    return plotting.draw_panels(build_panels(attribution), columns=2)
-
-
 def build_panels(attribution: Attribution) -> list[Panel]:
-    """Build the panels of ``draw_overview``."""
+    """Build the panels by step, of the shares, and of the profiles by position, probability, length and turn."""
     profiles = {name: attribution.profiles[name] for name in _SHOWN if len(attribution.profiles[name]) > 1}
     return [
         _build_steps(attribution),
@@ -248,11 +215,10 @@ def build_panels(attribution: Attribution) -> list[Panel]:
 def _build_steps(attribution: Attribution) -> Panel:
     steps, splits = list(attribution.by_step), [part.kl for part in attribution.by_step.values()]
     base, marks = [0.0] * len(steps), []
-    labels = _label_parts(attribution.whole, apart=all(kl.backend is not None for kl in splits))
-    for name, label in labels.items():
+    for name, label in _label_parts(attribution.whole, apart=all(kl.backend is not None for kl in splits)).items():
         # In nats per token; 0 if both policies agree exactly, so that there is nothing to split.
         heights = [max((getattr(kl, name) or 0.0) * kl.whole, 0.0) if kl.whole > 0 else 0.0 for kl in splits]
-        marks.append(Mark(steps, heights, label, plotting.PALETTE[_COLOURS[name]], bar=0.7, base=base))
+        marks.append(Mark(steps, heights, label, PALETTE[_COLOURS[name]], bar=0.7, base=base))
         base = [below + height for below, height in zip(base, heights, strict=True)]
     y = Axis("nats per token", limits=(0.0, 1.05 * max(base) or 1.0))
     x = Axis("step", form="whole")
@@ -267,23 +233,18 @@ def _build_shares(whole: Decomposition) -> Panel:
             if math.isfinite(share := getattr(split, name)):
                 low, high = whole.intervals.get(f"{key}.{name}", (share, share))
                 band = ([min(low, share)], [max(high, share)])
-                colour = plotting.PALETTE[_COLOURS[name]]
+                colour = PALETTE[_COLOURS[name]]
                 marks.append(Mark([place + offset], [share], colour=colour, band=band, bar=0.32, alpha=alpha))
     said = "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to divide"
-    return Panel(
-        "Shares of all steps",
-        "Shares of backend, staleness, routing and drift",
-        Axis("share of variance (dark) and of KL (light), 90 % intervals", ticks=dict(enumerate(labels.values()))),
-        Axis("share", form="percent"),
-        [*marks, Rule(0.0, "y", dash="-")] if marks else [],
-        "" if marks else said,
-        _HEIGHT,
-    )
+    x = Axis("share of variance (dark) and of KL (light), 90 % intervals", ticks=dict(enumerate(labels.values())))
+    y, marks = Axis("share", form="percent"), [*marks, Rule(0.0, "y", dash="-")] if marks else []
+    alt = "Shares of backend, staleness, routing and drift"
+    return Panel("Shares of all steps", alt, x, y, marks, "" if marks else said, _HEIGHT)
 
 
 def _label_parts(whole: Decomposition, *, apart: bool) -> dict[str, str]:
-    """Map the name of each share to draw to its label; see ``_parts``."""
-    parts = _parts(whole, apart=apart)
+    """Map the name of each share to draw to its label."""
+    parts = _name_parts(whole, apart=apart)
     return {name: label for name, (label, _) in parts.items() if name != "drift" or whole.kl.drift is not None}
 
 
@@ -291,20 +252,14 @@ def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
     places, tokens = range(len(buckets)), sum(bucket.tokens for bucket in buckets)
     of_tokens, of_kl = [bucket.tokens / tokens for bucket in buckets], [bucket.share for bucket in buckets]
     marks = [
-        Mark([place - 0.2 for place in places], of_tokens, "share of tokens", plotting.MUTED, bar=0.38),
+        Mark([place - 0.2 for place in places], of_tokens, "share of tokens", MUTED, bar=0.38),
         Mark([place + 0.2 for place in places], of_kl, "share of KL", bar=0.38),
     ]
     agree = not any(bucket.k3 > 0 for bucket in buckets)
     names = [str(int(bucket.name) + 1) if name == "turn" else bucket.name for bucket in buckets]
-    return Panel(
-        f"By {name}" + (" under mu" if name == "probability" else ""),
-        f"Shares of tokens and of KL by {name}",
-        Axis(_SHOWN[name], ticks=dict(enumerate(names))),
-        Axis("share", form="percent"),
-        [] if agree else marks,
-        "mu and pi_old agree exactly" if agree else "",
-        _HEIGHT,
-    )
+    title, alt = f"By {name}{' under mu' * (name == 'probability')}", f"Shares of tokens and of KL by {name}"
+    x, y = Axis(_SHOWN[name], ticks=dict(enumerate(names))), Axis("share", form="percent")
+    return Panel(title, alt, x, y, [] if agree else marks, "mu and pi_old agree exactly" if agree else "", _HEIGHT)
 
 
 METHOD = (
@@ -319,30 +274,30 @@ METHOD = (
 )
 
 
-def build_page(attribution: Attribution, source: str) -> Page:
-    """Build a page that contains only the attribution: causes, shares, figures and the worst examples."""
-    page = Page("Where does the mismatch come from?", escape(source))
-    facts = {
-        "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
-        "rows": attribution.rows,
-        "tokens": attribution.whole.tokens,
-        "KL(mu, pi), nats per token": attribution.whole.kl.whole,
-        "variance of log pi/mu": attribution.whole.variance.whole,
+def build_sections(attribution: Attribution) -> Sections:
+    """Build the sections: causes, shares, figures and the worst examples."""
+    causes = [[cause.name, cause.verdict, cause.sentence] for cause in attribution.causes]
+    # A table could break an override between lines.
+    fixes = [Code(f"Fix for {cause.name}: {cause.fix}") for cause in attribution.causes if cause.fix]
+    note = f" Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
+    return {
+        "Causes": [
+            format_verdict(attribution),
+            *fixes,
+            Table([Column("cause"), Column("verdict"), Column("evidence")], causes, title="causes"),
+        ],
+        "Where the mismatch comes from": [
+            build_shares_table(attribution.whole),
+            _format_replayed(attribution.whole),
+            build_panels(attribution),
+            Details("How the mismatch is divided", [METHOD]),
+            _build_versions_table(attribution),
+            Details("Every step", [_build_steps_table(attribution.by_step)]),
+            Details("Profiles in numbers", _build_profile_tables(attribution)),
+        ],
+        "Worst examples": [
+            f"The largest mismatches by k3 of log pi/mu.{note}",
+            _build_tokens_table(attribution),
+            _build_rows_table(attribution),
+        ],
     }
-    page.add_section("Recording", facts)
-    causes = build_causes_table(attribution)
-    page.add_section("Causes", format_verdict(attribution), *list_fixes(attribution), causes)
-    page.add_section(
-        "Where the mismatch comes from",
-        METHOD,
-        build_shares_table(attribution.whole),
-        format_replayed(attribution.whole),
-        build_panels(attribution),
-        build_versions_table(attribution),
-        Details("Every step", [build_steps_table(dict(attribution.by_step))]),
-        Details("Profiles in numbers", build_profile_tables(attribution)),
-    )
-    note = f"Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
-    examples = (build_tokens_table(attribution), build_rows_table(attribution))
-    page.add_section("Worst examples", f"Sorted by k3 of log pi/mu. {note}", *examples)
-    return page

@@ -82,12 +82,7 @@ def _sum_block(keys: Mapping[str, Integers], columns: Mapping[str, Array]) -> di
     # A table of all combinations is used, because numpy fills it in a third of the time of a group-by.
     least = {name: int(key.min(initial=0)) for name, key in keys.items()}
     shape = [int(key.max(initial=0)) - least[name] + 1 for name, key in keys.items()]
-    cell = np.zeros(len(keys["row"]), dtype=np.int64)
-    for (name, key), size in zip(keys.items(), shape, strict=True):
-        if size > 1:  # usually one turn and one age
-            cell *= size
-            cell += key
-            cell -= least[name]
+    cell = np.ravel_multi_index([key - least[name] for name, key in keys.items()], shape)
     cells = np.arange(math.prod(shape)) if math.prod(shape) <= _MOST_CELLS else None
     if cells is None:
         cells, cell = np.unique(cell, return_inverse=True)

@@ -73,12 +73,6 @@ BEFORE, AFTER = 12, 4
 EXCERPT: Final = 60
 """Number of tokens of a row to show."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
-_SEARCHED: Final = 8
-"""Number of largest values to examine first for each example wanted; greater than 1, because rows of a prompt share
-their first tokens."""
-_BLOCK: Final = 64
-"""Number of values in a block; the search for the largest values first compares only the largest value of each
-block."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -152,7 +146,7 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
     """
     # Hashes of all ids, from the prompt's first id up to each token's own id.
     contexts = hash_ids(rows.response_ids, rows.offsets) + np.repeat(hash_prompts(rows), np.diff(rows.offsets))
-    found = _find_largest(loss, loss, contexts, most)
+    found = _find_largest(loss, loss, contexts, len(rows), most)
     index = found["place"].to_numpy()
     row = np.searchsorted(rows.offsets, index, side="right") - 1
     place = index - rows.offsets[row]
@@ -170,7 +164,8 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
     )
     count, total, k3 = (sums[..., COLUMNS.index(name)].sum((1, 2)) for name in ("tokens", "total", "total_k3"))
     some = np.flatnonzero(k3 > 0)
-    found = _find_largest((k3 / np.maximum(count, 1))[some], k3[some], contexts[rows.offsets[some + 1] - 1], most)
+    texts = contexts[rows.offsets[some + 1] - 1]
+    found = _find_largest((k3 / np.maximum(count, 1))[some], k3[some], texts, len(rows), most)
     row = some[found["place"]]
     worst_rows = found.with_columns(
         *_describe(rows, row),
@@ -185,35 +180,17 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
     return worst_tokens, worst_rows
 
 
-def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
+def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], rows: int, most: int) -> pl.DataFrame:
     """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` over its copies."""
-    # The largest value of each block is enough to find a lower limit for the values to return.
-    tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
-    count = _SEARCHED * most
-    while True:
-        least = np.partition(tops, -count)[-count] if 0 < count < len(tops) else 0.0
-        places = np.flatnonzero((size >= least) & (size > 0))
-        places = places[np.argsort(-size[places], kind="stable")]
-        _, first = np.unique(context[places], return_index=True)
-        places = places[np.sort(first)[:most]]
-        if len(places) == most or least <= 0:
-            break
-        count *= _BLOCK
-    # A first pass over all contexts compares only a few bits of each.
-    bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
-    known[bits[places]] = True
-    near = np.flatnonzero(known[bits])
-    near = near[loss[near] >= 0]
-    copies = [near[context[near] == context[place]] for place in places]
-    return pl.DataFrame(
-        {
-            "place": places,
-            "size": size[places],
-            "context": context[places],
-            "count": np.array([len(each) for each in copies], dtype=np.int64),
-            "loss": np.array([loss[each].sum() for each in copies], dtype=np.float64),
-        }
-    )
+    known = pl.DataFrame({"place": np.arange(len(size)), "size": size, "context": context, "loss": loss})
+    known = known.filter(pl.col("loss") >= 0)
+    # A context occurs at most once per row, so the largest values contain enough different contexts.
+    largest = known.filter(pl.col("size") > 0).top_k(rows * most, by="size")
+    largest = largest.sort("size", "place", descending=[True, False]).drop("loss")
+    found = largest.unique("context", keep="first", maintain_order=True).head(most)
+    copies = known.join(found, on="context", how="semi").group_by("context")
+    totals = copies.agg(pl.len().cast(pl.Int64).alias("count"), pl.col("loss").sum())
+    return found.join(totals, on="context", maintain_order="left")
 
 
 def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:

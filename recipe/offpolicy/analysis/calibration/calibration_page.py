@@ -1,4 +1,4 @@
-"""Tables, sentences, overrides, JSON and figures of a calibration."""
+"""Tables, sentences, overrides, JSON and panels of a calibration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +18,15 @@ from ...correction.spec import format_bounds
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs, map_steps
-from ..page import Code, Page
-from ..plotting import INK, Axis, Mark, Panel, Rule, draw_panels, style_line
-from ..table import Column, Table, to_plain
+from ..page import Block, Code
+from ..plotting import INK, Axis, Mark, Panel, Rule, style_line
+from ..table import Column, Table
 from ..whatif.candidates import build_overrides, initialize_composer
 from ..whatif.replay import compute_constants, decide, iterate_blocks
 from .kept_bounds import Threshold
 from .parts import BoundedPart
 from .propose import CalibrationResult, Proposal
 from .scores import read_recorded_spec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,7 @@ def _sum_step(specs: Sequence[CorrectionSpec], steps: Iterable[Step]) -> NDArray
     return found
 
 
-BY_LENGTH = "advice only: the correction takes one bound, and the table shows which lengths it would affect"
-
-
-def build_overview_table(result: CalibrationResult) -> Table:
+def _build_overview_table(result: CalibrationResult) -> Table:
     """Build the table of proposals: current and proposed bounds, and the share that each keeps."""
     rows = [
         {
@@ -115,39 +109,25 @@ def build_overview_table(result: CalibrationResult) -> Table:
     return Table(columns, [[row[name] for name in names] for row in rows], "Proposed bounds")
 
 
-def build_length_tables(result: CalibrationResult) -> list[Table]:
-    """Build the table of each proposal with bounds by length, which only serves as advice."""
-    return [_build_length_table(each, result.confidence) for each in result.proposals if each.lengths]
-
-
 def _build_length_table(proposal: Proposal, confidence: float) -> Table:
+    """Build the table of bounds by length, which only serves as advice."""
     part = proposal.part
     common = proposal.threshold.values or ({} if part.unset else part.now)
-    columns = [
-        Column("T"),
-        Column("rows"),
-        Column(f"{format_bounds(common) if common else 'the common bound'} reaches", digits=4),
-        Column(f"reaches {proposal.goal:g} alone"),
-        Column(f"{confidence:.0%} interval"),
-        Column("remark"),
-    ]
-    rows: list[tuple[Any, ...]] = [
-        (
-            format_bucket(entry.bucket),
-            entry.rows,
-            entry.reached,
+    reaches = f"{format_bounds(common) if common else 'the common bound'} reaches"
+    headings = ("T", "rows", reaches, f"reaches {proposal.goal:g} alone", f"{confidence:.0%} interval", "remark")
+    rows = [
+        [
+            *(format_bucket(entry.bucket), entry.rows, entry.reached),
             format_bounds(entry.threshold.values) if entry.threshold.values else "none",
-            _format_interval(part, entry.threshold),
-            entry.threshold.note,
-        )
+            *(_format_interval(part, entry.threshold), entry.threshold.note),
+        ]
         for entry in proposal.lengths
     ]
-    if not any(entry.threshold.note for entry in proposal.lengths):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return Table(columns, rows, f"{part.key} by length: {BY_LENGTH}")
+    advice = "advice only: the correction takes one bound, and the table shows which lengths it would affect"
+    return Table([Column(name, digits=4) for name in headings], rows, f"{part.key} by length: {advice}")
 
 
-def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
+def _build_joint_table(now: JointShares | None, then: JointShares) -> Table:
     """Build the table of the whole correction, with its shares before and after the proposals."""
     columns = (Column(""), Column("now", digits=4), Column("then", digits=4))
     named = {"response tokens kept": "tokens", "rows with a token kept": "rows", "ESS of weight x keep": "ess"}
@@ -218,11 +198,6 @@ def list_overrides(result: CalibrationResult) -> list[str]:
         return build_overrides(result.spec)
 
 
-def format_pasted(result: CalibrationResult) -> str:
-    """Format the overrides for a shell, one per line; empty if no bound was found."""
-    return " \\\n".join(map(shlex.quote, list_overrides(result)))
-
-
 def format_bucket(bucket: str) -> str:
     """Format ``le64`` as ``17 to 64``."""
     names, most = list(BUCKETS), BUCKETS[bucket]
@@ -246,20 +221,24 @@ def _interval(part: BoundedPart, threshold: Threshold) -> tuple[str, list[float]
     ]
 
 
-def build_page(result: CalibrationResult, now: JointShares | None, then: JointShares, source: str, faults: str) -> Page:
-    """Build the page of a calibration of the recording ``source``, with the faults to fix first."""
-    page = Page("Calibration", source)
-    page.add_section("Fix first", faults)
-    page.add_section("Proposed", build_overview_table(result), Code(format_pasted(result) or "none"))
-    page.add_section("Curves", build_panels(result))
-    page.add_section("By length", *build_length_tables(result))
-    page.add_section("Remarks", *format_remarks(result), build_joint_table(now, then))
-    return page
+def build_blocks(
+    result: CalibrationResult, now: JointShares | None = None, then: JointShares | None = None
+) -> list[Block]:
+    """Build the blocks of the proposals; ``now`` and ``then`` are shares of the whole correction before and after."""
+    pasted = list_overrides(result)
+    return [
+        _build_overview_table(result),
+        "" if then is None else _build_joint_table(now, then),
+        [_build_panel(proposal) for proposal in result.proposals],
+        *(_build_length_table(each, result.confidence) for each in result.proposals if each.lengths),
+        *format_remarks(result),
+        *(("Overrides:", Code(shlex.join(pasted))) if pasted else ()),
+    ]
 
 
-def build_json(result: CalibrationResult, now: JointShares | None, then: JointShares) -> dict[str, Any]:
+def build_document(result: CalibrationResult, now: JointShares | None, then: JointShares) -> dict[str, Any]:
     """Build the JSON document of a calibration; a missing value is None."""
-    document = {
+    return {
         "confidence": result.confidence,
         "overrides": list_overrides(result),
         "proposals": [_describe(proposal) for proposal in result.proposals],
@@ -267,7 +246,6 @@ def build_json(result: CalibrationResult, now: JointShares | None, then: JointSh
         "skipped": result.skipped,
         "remarks": format_remarks(result),
     }
-    return dict(to_plain(document))
 
 
 def _describe(proposal: Proposal) -> dict[str, Any]:
@@ -316,24 +294,12 @@ _HEIGHT = 4.3
 """Height of a panel in inches; some panels have nine lines to label."""
 
 
-def draw_curves(result: CalibrationResult) -> Figure:
-    """Draw all panels into one figure."""
-    return draw_panels(build_panels(result), columns=min(len(result.proposals), 2))
-
-
-def build_panels(result: CalibrationResult) -> list[Panel]:
-    """Build one panel for each proposal."""
-    return [_build_panel(proposal) for proposal in result.proposals]
-
-
-def format_caption(proposal: Proposal) -> str:
+def _format_caption(proposal: Proposal) -> str:
     """Format the alternative text of a panel."""
     what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept"
-    reached = (
-        f"{format_bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
-        if proposal.found
-        else "no bound was found"
-    )
+    reached = "no bound was found"
+    if proposal.found:
+        reached = f"{format_bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
     return f"{proposal.part.key}: {what} by bound; {reached}."
 
 
@@ -360,7 +326,7 @@ def _build_panel(proposal: Proposal) -> Panel:
     x = Axis(_bound_label(proposal), log=10 if len(curve.radius) else 0, limits=limits)
     kind, _, name = proposal.part.key.partition(".")
     title = f"{'Mask' if kind == 'masks' else 'Weight'} {name}".rstrip()
-    return Panel(title, format_caption(proposal), x, y, marks, height=_HEIGHT)
+    return Panel(title, _format_caption(proposal), x, y, marks, height=_HEIGHT)
 
 
 def _widen(proposal: Proposal, first: float, last: float) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,24 +17,17 @@ from ...fault_tolerance.redaction import redact
 from ...preflight.examination import describe_part
 from ...recording import Recording, RecordingError
 from ...recording.recording import read_extensions
-from ..attribution import attribution_page
-from ..attribution.attribution import Attribution
-from ..attribution.attribution_page import METHOD
-from ..attribution.recorded_tokens import describe_left_out
+from .. import page as render
+from ..attribution.attribution_page import build_sections
 from ..attribution.worst_examples import escape
 from ..calibration import calibration_page
 from ..calibration.calibration_page import format_bucket
-from ..page import Block, Code, Details, Page
+from ..page import Block, Code, Details, Sections
 from ..plotting import MUTED, Axis, Mark, Panel, Series, limit_shares, merge_equal_series, style_line
 from ..table import Column, Table
 from ..whatif import whatif_page
-from ..whatif.whatif_page import MEANINGS
 from .timeline import Part, StepNumbers, Timeline, merge_parts, summarize_steps
 from .verdict import TARGET_ESS, TARGET_KEPT, Studies, build_answers, build_table
-
-if TYPE_CHECKING:
-    from ..whatif.study import Study
-
 
 _DECADES = 30
 _LONGEST_TABLE = 60
@@ -116,20 +109,19 @@ def write_page(
     steps = list(dict.fromkeys(step.step for step in timeline.steps))
     count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
     read = f"Read: {count} ({steps[0]} to {steps[-1]}). {studies.sampled if studies else ''}".rstrip()
-    page = Page("Off-policy report", escape(f"{recording.directory}: {timeline.rows:,} responses"), refresh)
-    page.add_section("Verdict", build_table(build_answers(timeline, spec, proof, studies)), read)
-    page.add_section("Run and liveness proof", *_run(card, proof, timeline, spec))
-    page.add_section("Reward and mismatch over time", *_over_time(timeline))
-    page.add_section("Extensions", *_extensions(card, timeline))
-    page.add_section("Kept share by length", *_by_length(timeline))
-    if studies is not None:
-        page.add_section("Where the mismatch comes from", *_attribution(studies.attribution))
-        page.add_section("Calibration", *_calibration(studies))
-        page.add_section("Worst examples", *_worst(studies.attribution))
-        page.add_section("What other corrections would have done", *_what_if(studies.study))
     configuration = Code(json.dumps(card, indent=1, sort_keys=True, default=str))
-    page.add_section("Configuration", Details("run.json", [configuration]) if card else "run.json was not recorded.")
-    return f"{out}: {page.write(out):,} bytes. {read}"
+    sections: Sections = {
+        "Verdict": [build_table(build_answers(timeline, spec, proof, studies)), read],
+        "Run and liveness proof": _run(card, proof, timeline, spec),
+        "Reward and mismatch over time": _over_time(timeline),
+        "Extensions": _extensions(card, timeline),
+        "Kept share by length": _by_length(timeline),
+        **(_tools(studies) if studies else {}),
+        "Configuration": [Details("run.json", [configuration]) if card else "run.json was not recorded."],
+    }
+    subtitle = escape(f"{recording.directory}: {timeline.rows:,} responses")
+    size = render.write_page(out, "Off-policy report", sections, subtitle, refresh)
+    return f"{out}: {size:,} bytes. {read}"
 
 
 def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
@@ -219,67 +211,27 @@ def _by_length(timeline: Timeline) -> list[Block]:
     ]
 
 
-def _attribution(attribution: Attribution | str) -> list[Block]:
-    if isinstance(attribution, str):
-        return [f"Not attributed: {attribution}"]
-    if not attribution.whole.kl.whole > 0:
-        note = describe_left_out(attribution.left_out)
-        return [f"mu and pi agree exactly on every token, so there is no mismatch to attribute. {note}".rstrip()]
-    return [
-        attribution_page.format_verdict(attribution),
-        attribution_page.format_replayed(attribution.whole),
-        attribution_page.build_panels(attribution),
-        attribution_page.build_shares_table(attribution.whole),
-        Details("How the mismatch is divided", [METHOD]),
-        Details("Every cause that was tested", [attribution_page.build_causes_table(attribution)]),
-        Details("By age of the weights", [attribution_page.build_versions_table(attribution)]),
-        Details("Profiles in numbers", attribution_page.build_profile_tables(attribution)),
-    ]
-
-
-def _calibration(studies: Studies) -> list[Block]:
-    result = studies.calibrated
-    if isinstance(result, str):
-        return [f"Not calibrated: {result}"]
-    new = f" Not active during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
-    pasted = calibration_page.format_pasted(result)
-    return [
-        "" if isinstance(studies.attribution, str) else studies.attribution.mend_first,
-        f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight). The "
-        f"{result.confidence:.0%} intervals treat rows of one prompt as dependent.{new}",
-        calibration_page.build_panels(result),
-        calibration_page.build_overview_table(result),
-        Code(pasted) if pasted else "",
-        *calibration_page.format_remarks(result),
-        *(Details(table.title, [table]) for table in calibration_page.build_length_tables(result)),
-    ]
-
-
-def _worst(attribution: Attribution | str) -> list[Block]:
-    if isinstance(attribution, str):
-        return [f"Not attributed: {attribution}"]
-    note = f" Ids are shown instead of text: {attribution.without_text}." if attribution.without_text else ""
-    if not attribution.tokens:
-        return ["No token differs between mu and pi."]
-    return [
-        f"The largest mismatches by k3 of log pi/mu.{note}",
-        attribution_page.build_tokens_table(attribution),
-        attribution_page.build_rows_table(attribution),
-    ]
-
-
-def _what_if(study: Study | str) -> list[Block]:
-    if isinstance(study, str):
-        return [f"Not replayed: {study}"]
-    some = bool(study.outcomes)
-    return [
-        whatif_page.describe_fidelity(study.fidelity),
-        *study.notes,
-        whatif_page.build_overall_table(study) if some else "",
-        whatif_page.build_group_table(study) if some else "",
-        whatif_page.build_failure_table(study) if study.failures else "",
-        Details("What the columns mean", [MEANINGS]),
-    ]
+def _tools(studies: Studies) -> Sections:
+    """Build the sections of the three tools; a tool without a result is one sentence."""
+    attributed, result, study = studies.attribution, studies.calibrated, studies.study
+    calibration: list[Block] = [f"Not calibrated: {result}"]
+    if not isinstance(result, str):
+        new = f" Not active during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
+        calibration = [
+            "" if isinstance(attributed, str) else attributed.mend_first,
+            f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight). The "
+            f"{result.confidence:.0%} intervals treat rows of one prompt as dependent.{new}",
+            *calibration_page.build_blocks(result),
+        ]
+    return {
+        **(
+            {"Causes": [f"Not attributed: {attributed}"]} if isinstance(attributed, str) else build_sections(attributed)
+        ),
+        "Calibration": calibration,
+        "What other corrections would have done": (
+            [f"Not replayed: {study}"] if isinstance(study, str) else whatif_page.build_blocks(study)
+        ),
+    }
 
 
 def follow(

@@ -1,25 +1,20 @@
-"""Tables, sentences, figures, HTML page and JSON document of a study."""
+"""Tables, sentences, panels and JSON document of a study."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...correction.statistics import BUCKETS
 from .. import plotting
-from ..page import Details, Page
+from ..page import Block, Details
 from ..plotting import Axis, Mark, Panel, Rule, style_line
-from ..table import Column, Table, to_plain
+from ..table import Column, Table
 from .candidates import RECORDED, UNCORRECTED
 from .replay import Array
 from .study import TOLERANCE, CorrectionOutcome, Fidelity, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 OVERALL = {
     "kept_tokens": "tokens kept",
@@ -45,7 +40,7 @@ def shorten_label(label: str) -> str:
     return " ".join(parts)
 
 
-def build_overall_table(study: Study) -> Table:
+def _build_overall_table(study: Study) -> Table:
     """Build the table of measures by correction; measures that no correction has are left out."""
     keys = list(dict.fromkeys(key for outcome in study.outcomes for key in outcome.candidate.point))
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]
@@ -86,7 +81,7 @@ def format_heading(group: str) -> str:
     return f"{'age' if family == 'staleness' else family} {name[2:]}{'+' * name.startswith('ge')}"
 
 
-def build_group_table(study: Study) -> Table:
+def _build_group_table(study: Study) -> Table:
     """Build the table of tokens kept by length, sign of the advantage, staleness and turn."""
     names = list_groups(study.outcomes[0])
     shares = map(collect_kept_shares, study.outcomes)
@@ -95,26 +90,15 @@ def build_group_table(study: Study) -> Table:
     return Table(columns, rows, title="Tokens kept by length, advantage A, staleness and turn")
 
 
-def build_step_table(study: Study, field: str) -> Table:
+def _build_step_table(study: Study, field: str) -> Table:
     """Build the table of one measure by step, with one column per correction."""
     columns = [Column("step"), *(Column(f"#{place}") for place in range(len(study.outcomes)))]
     rows = [[step, *(getattr(outcome.steps[step], field) for outcome in study.outcomes)] for step in study.steps]
     return Table(columns, rows, title=f"{OVERALL[field]} by step")
 
 
-def describe_left_out(corrections: int) -> list[str]:
-    """Describe which tables are left out because there are too many corrections; empty if all tables are shown."""
-    if corrections <= MOST_COMPARED:
-        return []
-    tables = "tables of their agreement and tables by step are not shown. --json contains both."
-    return [f"{corrections} corrections are more than {MOST_COMPARED}: {tables}"]
-
-
-def build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield agreement matrices of up to ``MOST_COMPARED`` corrections; those on rejections cover only corrections that
-    reject."""
-    if len(study.outcomes) > MOST_COMPARED:
-        return
+def _build_agreement_tables(study: Study) -> Iterator[Table]:
+    """Yield agreement matrices; those on rejections cover only corrections that reject."""
     agreement = study.agreement
     rejecting = [
         place for place, outcome in enumerate(study.outcomes) if not math.isnan(agreement.jaccard_tokens[place, place])
@@ -127,13 +111,7 @@ def build_agreement_tables(study: Study) -> Iterator[Table]:
         yield _matrix(agreement.cosine, everything, "Cosine of the gradient weights")
 
 
-def build_failure_table(study: Study) -> Table:
-    """Build the table of corrections that could not be replayed, and why."""
-    rows = [[shorten_label(label), reason] for label, reason in study.failures.items()]
-    return Table([Column("correction"), Column("not replayed, because")], rows, title="Not replayed")
-
-
-def describe_fidelity(fidelity: Fidelity) -> str:
+def _describe_fidelity(fidelity: Fidelity) -> str:
     """Describe the comparison of the recorded correction with its replay."""
     if fidelity.agrees and not fidelity.tokens:
         return "The replay was not compared with the recording, because no recorded token has a finite mu and pi_old."
@@ -202,7 +180,7 @@ class PanelRow:
     ordered: bool
 
 
-def group_into_rows(study: Study) -> list[PanelRow]:
+def _group_into_rows(study: Study) -> list[PanelRow]:
     """Group corrections into rows, one for each spec and value of the other keys; the last row contains the rest.
 
     The axis is the grid key with the most values.
@@ -240,20 +218,10 @@ def _split_base(outcomes: Sequence[CorrectionOutcome]) -> Iterator[PanelRow]:
         yield PanelRow(shorten_label(title), shorten_label(axis), ticks, ordered, ordered=True)
 
 
-def draw_study(study: Study) -> Figure:
-    """Draw all panels in one figure, two side by side; corrections outside a grid are drawn as horizontal lines."""
-    drawn = build_panels(study)
-    steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
-    left = len(group_into_rows(study)) - len(drawn)
-    more = f"; {left} more rows of panels appear only in the tables" if left else ""
-    title = f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
-    return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=title)
-
-
-def build_panels(study: Study) -> list[list[Panel]]:
-    """Build the four panels of each row."""
+def _build_panels(study: Study) -> list[list[Panel]]:
+    """Build four panels for each of the first rows; corrections outside a grid are drawn as horizontal lines."""
     level = [outcome for outcome in study.outcomes if outcome.candidate.label == UNCORRECTED]
-    return [_build_row(line, level if line.ordered else []) for line in group_into_rows(study)[:MOST_LINES]]
+    return [_build_row(line, level if line.ordered else []) for line in _group_into_rows(study)[:MOST_LINES]]
 
 
 def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel]:
@@ -342,32 +310,29 @@ MEANINGS = {
 }
 
 
-def build_blocks(study: Study) -> list[Table | str]:
-    """Build the tables and sentences to print."""
+def describe_scope(study: Study) -> str:
+    """Describe what was replayed, in one line."""
+    left = len(_group_into_rows(study)) - MOST_LINES
+    more = f"; {left} more rows of panels appear only in the tables" if left > 0 else ""
+    steps = f"steps {study.steps[0]} to {study.steps[-1]} ({len(study.steps)})"
+    return f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
+
+
+def build_blocks(study: Study) -> list[Block]:
+    """Build all tables, panels and sentences, and the meaning of the columns."""
+    few = len(study.outcomes) <= MOST_COMPARED
+    left_out = f"Tables of agreement and by step are shown for at most {MOST_COMPARED} corrections; --json contains all."
+    by_step = ("kept_tokens", "ess", "lr_scale") if few and 1 < len(study.steps) <= _STEPS else ()
+    failures = [[shorten_label(label), reason] for label, reason in study.failures.items()]
+    columns = [Column("correction"), Column("not replayed, because")]
     return [
-        *(build_overall_table(study), build_group_table(study), *itertools.islice(build_agreement_tables(study), 1)),
-        *([build_failure_table(study)] if study.failures else []),
-        *(describe_fidelity(study.fidelity), *study.notes, *describe_left_out(len(study.outcomes))),
+        *(_describe_fidelity(study.fidelity), *study.notes, "" if few else left_out),
+        *((_build_overall_table(study), *_build_panels(study), _build_group_table(study)) if study.outcomes else ()),
+        *(_build_agreement_tables(study) if few else ()),
+        *(Details(OVERALL[name], [_build_step_table(study, name)]) for name in by_step),
+        Table(columns, failures, title="Not replayed") if failures else "",
+        Details("What the columns mean", [MEANINGS]),
     ]
-
-
-def build_page(study: Study) -> Page:
-    """Build the page: all results, and the meaning of their columns."""
-    result = Page("What if: other corrections on recorded steps", subtitle=study.directory)
-    span = f"{study.steps[0]} to {study.steps[-1]} ({len(study.steps)})"
-    facts = {"steps": span, "rows": study.rows, "response tokens": study.tokens}
-    fidelity, left_out = describe_fidelity(study.fidelity), describe_left_out(len(study.outcomes))
-    result.add_section("Replay", facts, fidelity, *study.notes, *left_out)
-    result.add_section("Corrections", build_overall_table(study), *build_panels(study))
-    result.add_section("Kept share", build_group_table(study))
-    result.add_section("Agreement", *build_agreement_tables(study))
-    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= MOST_COMPARED:
-        fields = ("kept_tokens", "ess", "lr_scale")
-        by_step = (Details(OVERALL[name], [build_step_table(study, name)]) for name in fields)
-        result.add_section("By step", *by_step)
-    result.add_section("Not replayed", build_failure_table(study) if study.failures else "")
-    result.add_section("What the columns mean", MEANINGS)
-    return result
 
 
 SCHEMA = 1
@@ -402,7 +367,7 @@ def build_document(study: Study) -> dict[str, Any]:
         }
         for outcome in study.outcomes
     ]
-    document = {
+    return {
         "schema": SCHEMA,
         "recording": {name: getattr(study, name) for name in ("directory", "steps", "rows", "tokens")},
         "fidelity": {"agrees": agrees, "tolerance": TOLERANCE, **vars(study.fidelity)},
@@ -411,4 +376,3 @@ def build_document(study: Study) -> dict[str, Any]:
         "failures": study.failures,
         "notes": study.notes,
     }
-    return dict(to_plain(document))

@@ -60,8 +60,8 @@ PROOF = {
 
 SCRIPTS = 3
 """Bokeh, its log's level, and the page's own."""
-PICTURES = 4 + 2 + 5 + 2
-"""Over time, by length, of attribution, and a panel a bound: of the weight and two masks, the default."""
+PICTURES = 4 + 2 + 5 + 2 + 4
+"""Over time, by length, of attribution, a panel a bound, and of other corrections."""
 
 
 class Tokenizer:
