@@ -321,7 +321,7 @@ def describe_scope(study: Study) -> str:
 def build_blocks(study: Study) -> list[Block]:
     """Build all tables, panels and sentences, and the meaning of the columns."""
     few = len(study.outcomes) <= MOST_COMPARED
-    left_out = f"Tables of agreement and by step are shown for at most {MOST_COMPARED} corrections; --json contains all."
+    left_out = f"Tables of agreement and by step are shown for at most {MOST_COMPARED} corrections; --json has all."
     by_step = ("kept_tokens", "ess", "lr_scale") if few and 1 < len(study.steps) <= _STEPS else ()
     failures = [[shorten_label(label), reason] for label, reason in study.failures.items()]
     columns = [Column("correction"), Column("not replayed, because")]
