@@ -176,13 +176,13 @@ class Quickstart:
 
     def _report_lengths(self) -> None:
         """Report the length of answers at the start and at the end, and draw the length by correctness."""
-        from recipe.offpolicy.analysis.lengths import draw_curves, read_curves
-        from recipe.offpolicy.analysis.plotting import save
+        from recipe.offpolicy.analysis.lengths import plot_curves, read_curves
+        from recipe.offpolicy.analysis.plotting import draw_panels, save
 
         steps = read_curves(self._folder / "metrics.jsonl", correct_at_least=1.0)
         first, last = (each.lengths["all"] for each in (steps[0], steps[-1]))
         picture = self._folder / "lengths.png"
-        save(draw_curves({"length of answers": steps}), picture)
+        save(draw_panels(plot_curves({"length of answers": steps}), columns=2), picture)
         self.progress.line(f"length of answers: {first:.1f} tokens at the first step, {last:.1f} at the last")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
