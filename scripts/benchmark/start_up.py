@@ -18,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,10 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", default=OVERRIDES)
     known = parser.parse_intermixed_args(arguments)
     print("\n".join(format_markdown(COLUMNS, [])))
-    with check_out(known.revision) as other, tempfile.TemporaryDirectory() as scratch:
-        for name, command in build_commands(known.overrides, known.script, scratch).items():
-            sides = {"other": partial(run, other, command), "this": partial(run, ROOT, command)}
-            print(format_row(describe(name, take_turns(sides, known.pairs, uncounted=0))))
+    with tempfile.TemporaryDirectory() as scratch:
+        other, git = Path(scratch, "checkout"), ("git", "-C", str(ROOT), "worktree")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(other), known.revision], check=True)
+        try:
+            for name, command in build_commands(known.overrides, known.script, scratch).items():
+                sides = {"other": partial(run, other, command), "this": partial(run, ROOT, command)}
+                print(format_row(describe(name, take_turns(sides, known.pairs, uncounted=0))), flush=True)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(other)], check=True)
 
 
 def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -> dict[str, list[str]]:
@@ -79,7 +83,7 @@ def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -
         script: a launch script that the doctor reads in addition.
         scratch: folder for the Hydra outputs of a launch.
     """
-    program, written = "recipe.offpolicy.main_offpolicy", f"hydra.run.dir='{scratch}'"
+    program, written = "recipe.offpolicy.main_offpolicy", f"hydra.run.dir='{scratch}/hydra'"
     verls = [each for each in overrides if "correction" not in each]
     tools = {
         "doctor": ["-m", "recipe.offpolicy.doctor", *overrides],
@@ -90,19 +94,6 @@ def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -
     if script:
         tools["doctor --script"] = ["-m", "recipe.offpolicy.doctor", "--script", str(Path(script).resolve())]
     return tools
-
-
-@contextmanager
-def check_out(revision: str) -> Iterator[Path]:
-    """Yield a worktree of a revision, and remove the worktree afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "checkout")
-        git = ("git", "-C", str(ROOT), "worktree")
-        subprocess.run([*git, "add", "--quiet", "--detach", str(place), revision], check=True)
-        try:
-            yield place
-        finally:
-            subprocess.run([*git, "remove", "--force", str(place)], check=True)
 
 
 def run(checkout: Path, command: Sequence[str]) -> Run:

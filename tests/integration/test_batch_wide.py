@@ -10,7 +10,7 @@ import torch
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.decisions import HAS_DENOMINATOR
 from tests.support import training_worker as tw
-from tests.support.first_update import planned
+from tests.support.first_update import adapter, planned
 from tests.support.specs import GSM, TIS_TOKEN
 
 M2PO = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
@@ -28,12 +28,10 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 def gradients(engine: Any, mapping: dict[str, Any], mode: str, micro_batch_size: int) -> dict[str, torch.Tensor]:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
     spec = CorrectionSpec.from_mapping(mapping)
     data = planned(spec, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2), loss_agg_mode=mode)
     constant = {"loss_scale_factor": 7} if mode == "seq-mean-token-sum-norm" else {}
-    loss = OffPolicyLoss(spec, tw.actor_config(loss_agg_mode=mode, **constant))
+    loss = adapter(mapping, prove=False, loss_agg_mode=mode, **constant)
     return tw.gradients(engine, loss, data, micro_batch_size=micro_batch_size)[1]
 
 
@@ -82,53 +80,18 @@ def test_a_batch_that_is_rejected_altogether_is_exactly_zero(engine: Any, mode: 
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@pytest.mark.parametrize("proximal", [{"proximal": "reuse"}, {"proximal": "loglinear", "alpha": 0.5}])
-def test_shadows_see_the_pi_old_of_the_run(engine: Any, proximal: dict[str, Any]) -> None:
-    """Where mu stands in for pi_old on its way, every ratio that is read from what was shipped would be 1."""
-    from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
-
-    mask = GSM | {"lower": 0.99, "upper": 1.01}
-    on = CorrectionSpec.from_mapping(proximal | {"masks": {"gsm": mask}})
-    shadows = {"gsm": CorrectionSpec.from_mapping({"masks": {"gsm": mask}})}
-    data = planned(on, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2))
-    metrics, _ = tw.gradients(engine, OffPolicyLoss(on, tw.actor_config(), shadows=shadows), data)
-    seen = {k: s.value() for k, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
-    assert seen["shadow/gsm/keep_token_share"] == seen["keep/token_share"] < 1.0
-
-
 def test_shadows_touch_no_gradient(engine: Any) -> None:
-    from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
-
-    spec = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
+    weight = {"weight": TIS_TOKEN}
     shadows = {
         "gsm": CorrectionSpec.from_mapping({"masks": {"gsm": GSM}}),
         "kept_none": CorrectionSpec.from_mapping({"masks": {"none_kept": GSM | {"lower": 1e-8, "upper": 1e-7}}}),
     }
-    data = planned(spec, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2))
-    plain = tw.gradients(engine, OffPolicyLoss(spec, tw.actor_config()), data)[1]
-    metrics, shadowed = tw.gradients(engine, OffPolicyLoss(spec, tw.actor_config(), shadows=shadows), data)
+    rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
+    data = planned(CorrectionSpec.from_mapping(weight), rows)
+    plain = tw.gradients(engine, adapter(weight, prove=False), data)[1]
+    metrics, shadowed = tw.gradients(engine, adapter(weight, prove=False, shadows=shadows), data)
     assert tw.equal(plain, shadowed)
-    seen = {k: s.value() for k, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
+    seen = tw.measured(metrics)
     assert 0.0 < seen["shadow/gsm/keep_sequence_share"] < 1.0
     assert seen["shadow/kept_none/keep_token_share"] == 0.0
     assert seen["keep/token_share"] == 1.0
-
-
-def test_the_age_of_rows_is_where_the_batch_is() -> None:
-    """verl notes versions on the host; statistics on a device must not meet them there."""
-    from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_staleness
-    from recipe.offpolicy.batch.plan import SharedPlan
-    from recipe.offpolicy.batch.weight_versions import RowVersions
-
-    column = torch.zeros(3, 2, device="meta")
-    versions = RowVersions(torch.tensor([4, 3, 9]), torch.tensor([4, 4, 9]))
-    batch = MicroBatch(*[column] * 6, versions=versions, plan=SharedPlan(step=5))
-    age = compute_staleness(batch)
-    assert age is not None
-    assert age.device == column.device
-    here = MicroBatch(*[torch.zeros(3, 2)] * 6, versions=versions, plan=SharedPlan(step=5))
-    assert compute_staleness(here).tolist() == [0, 1, 0]  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import specs
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
+from tests.support.first_update import adapter
 
 pytestmark = pytest.mark.verl("==0.9.1")
 
@@ -146,10 +147,8 @@ def weigh(plain: dict[str, Any], p: Any, q: Any) -> float:
     return q
 
 
-def correct(plain: dict[str, Any], size: int, **settings: Any) -> Any:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
-    return OffPolicyLoss(CorrectionSpec.from_mapping({**plain, "centering": size}), tw.actor_config(), **settings)
+def correct(plain: dict[str, Any], size: int, *, prove: bool = False) -> Any:
+    return adapter({**plain, "centering": size}, prove=prove)
 
 
 @pytest.mark.parametrize(

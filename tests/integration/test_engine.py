@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.statistics import merge_all
 from tests.support import training_worker as tw
-from tests.support.first_update import planned
-from tests.support.specs import BATCH_WIDE, GSM, STACK, STALENESS
+from tests.support.first_update import adapter, planned
+from tests.support.specs import BATCH_WIDE, GSM, STACK
 
 
 @pytest.fixture(scope="module")
@@ -20,35 +20,22 @@ def worker(engine: Any) -> Any:
     return engine
 
 
-def spec_of(mapping: dict[str, Any]) -> CorrectionSpec:
-    return CorrectionSpec.from_mapping(mapping)
-
-
 def rollout(worker: Any, mismatch: float = 0.2) -> tw.Rollout:
     return tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
 
 
-def our_loss(mapping: dict[str, Any], config: Any, **kwargs: Any) -> Any:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
-    return OffPolicyLoss(spec_of(mapping), config, **kwargs)
-
-
-def statistics(metrics: dict[str, Any]) -> dict[str, float]:
-    from recipe.offpolicy.worker.metrics import take_packets
-
-    return {n: s.value() for n, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
+our_loss = partial(adapter, prove=False)
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
 def test_nothing_configured_is_verl_to_the_bit(worker: Any, loss_mode: str) -> None:
     from verl.workers.config import PolicyLossConfig
 
-    config = tw.actor_config(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    changes = {"policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
     data = rollout(worker).to_tensordict()
-    verls = tw.plain_loss(policy_loss=config.policy_loss)
+    verls = tw.plain_loss(**changes)
     verl_metrics, verl_gradient = tw.gradients(worker, verls, data, micro_batch_size=4)
-    metrics, gradient = tw.gradients(worker, our_loss({}, config), data, micro_batch_size=4)
+    metrics, gradient = tw.gradients(worker, our_loss({}, **changes), data, micro_batch_size=4)
     assert metrics["loss"] == verl_metrics["loss"]
     assert tw.equal(gradient, verl_gradient)
 
@@ -57,7 +44,7 @@ def test_equal_policies_are_a_no_op_to_the_bit(worker: Any) -> None:
     rows = rollout(worker)
     rows.rollout_log_probs = rows.old_log_probs  # R4
     verl_metrics, verl_gradient = tw.gradients(worker, tw.plain_loss(), rows.to_tensordict())
-    metrics, gradient = tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+    metrics, gradient = tw.gradients(worker, our_loss(STACK), rows.to_tensordict())
     assert metrics["loss"] == verl_metrics["loss"]
     assert tw.equal(gradient, verl_gradient)
 
@@ -90,56 +77,40 @@ def reference_gradient(
 @pytest.mark.parametrize("loss_agg_mode", ["token-mean", "token-sum"])
 def test_split_into_micro_batches_changes_nothing(worker: Any, loss_agg_mode: str) -> None:
     data = rollout(worker).to_tensordict()
-    loss = our_loss(STACK, tw.actor_config(loss_agg_mode=loss_agg_mode))
+    loss = our_loss(STACK, loss_agg_mode=loss_agg_mode)
     whole, gradient = tw.gradients(worker, loss, data)
-    whole_statistics = statistics(whole)
+    whole_statistics = tw.measured(whole)
     split, split_gradient = tw.gradients(worker, loss, data, micro_batch_size=2)
     assert split["loss"][0] == pytest.approx(whole["loss"][0], rel=1e-5)
     assert tw.close(split_gradient, gradient)
-    assert statistics(split) == pytest.approx(whole_statistics, rel=1e-4, abs=1e-5, nan_ok=True)
+    assert tw.measured(split) == pytest.approx(whole_statistics, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
     """Also what is fixed for the whole batch: self-normalised weights, a budget and the count of what is kept."""
     of_two = tw.run_two_ranks("corrected", worker.model_config.path, tmp_path)
     for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():
-        data = planned(spec_of(mapping), rollout(worker))
-        metrics, gradient = tw.gradients(worker, our_loss(mapping, tw.actor_config()), data)
+        data = planned(CorrectionSpec.from_mapping(mapping), rollout(worker))
+        metrics, gradient = tw.gradients(worker, our_loss(mapping), data)
         ranks = of_two[name]
         assert ranks["loss"] == pytest.approx(metrics["loss"][0], rel=1e-5)
         assert tw.close(ranks["gradient"], gradient)
-        assert ranks["statistics"] == pytest.approx(statistics(metrics), rel=1e-4, abs=1e-5, nan_ok=True)
+        assert ranks["statistics"] == pytest.approx(tw.measured(metrics), rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def test_fully_masked_micro_batches_contribute_exactly_zero(worker: Any) -> None:
     rows = rollout(worker)
     # Every second row leaves the band: its micro-batch of one row must add nothing, not NaN.
     rows.rollout_log_probs = [mu - float(i % 2) for i, mu in enumerate(rows.old_log_probs)]
-    config = tw.actor_config()
     metrics, gradient = tw.gradients(
-        worker, our_loss({"masks": {"gsm": GSM}}, config), rows.to_tensordict(), micro_batch_size=1
+        worker, our_loss({"masks": {"gsm": GSM}}), rows.to_tensordict(), micro_batch_size=1
     )
-    assert statistics(metrics)["keep/sequence_share"] == 0.5
+    assert tw.measured(metrics)["keep/sequence_share"] == 0.5
     loss, reference = reference_gradient(
         worker, rows, [mask * float(i % 2 == 0) for i, mask in enumerate(rows.response_mask)]
     )
     assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
     assert tw.close(gradient, reference)
-
-
-def test_current_policy_decides_at_every_gradient_step(engine_factory: Any) -> None:
-    """Of two mini-batches, the first optimizer step moves pi, and the staleness mask sees it in the second."""
-    seen = []
-    for mini_batches in (1, 2):
-        worker = engine_factory()
-        rows = rollout(worker, mismatch=0.0)
-        loss = our_loss({"masks": {"opsm_staleness": STALENESS | {"delta": 1e-4}}}, tw.actor_config())
-        seen.append(statistics(tw.update(worker, loss, rows.to_tensordict(), mini_batches=mini_batches)))
-    one, two = seen
-    share = "mask/opsm_staleness/masked_sequence_share"
-    assert one["ppo_ratio/std"] == pytest.approx(0.0, abs=1e-5)
-    assert two["ppo_ratio/std"] > 1e-3
-    assert two[share] > one[share] == 0.0
 
 
 def test_non_finite_mu_takes_the_token_out(worker: Any) -> None:
@@ -148,8 +119,8 @@ def test_non_finite_mu_takes_the_token_out(worker: Any) -> None:
     rows.rollout_log_probs[1][0] = float("nan")
     rows.old_log_probs = [old.clone() for old in rows.old_log_probs]
     rows.old_log_probs[3][0] = float("-inf")
-    metrics, gradient = tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
-    counted = statistics(metrics)
+    metrics, gradient = tw.gradients(worker, our_loss(STACK), rows.to_tensordict())
+    counted = tw.measured(metrics)
     assert counted["nonfinite/rollout_log_prob"] == 1.0
     assert counted["nonfinite/old_log_prob"] == 1.0
     weights = [mask.double() for mask in rows.response_mask]
@@ -165,7 +136,7 @@ def test_non_finite_advantages_stop_before_the_optimizer_step(worker: Any) -> No
     rows = rollout(worker)
     rows.advantages[2] = torch.full_like(rows.advantages[2], float("nan"))
     with pytest.raises(FloatingPointError, match="advantages"):
-        tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+        tw.gradients(worker, our_loss(STACK), rows.to_tensordict())
 
 
 def test_non_finite_current_policy_stops_before_the_optimizer_step(engine_factory: Any) -> None:
@@ -176,6 +147,6 @@ def test_non_finite_current_policy_stops_before_the_optimizer_step(engine_factor
         weight.to_local().fill_(float("nan"))
     before = tw.parameters(worker)
     with pytest.raises(FloatingPointError, match="not finite"):
-        tw.update(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+        tw.update(worker, our_loss(STACK), rows.to_tensordict())
     after = tw.parameters(worker)
     assert all(torch.equal(before[n], after[n]) for n in before if n != name)

@@ -174,17 +174,6 @@ def test_a_fault_behind_the_call_stops_it(fault: Any, own_fit: Any, engine: Any)
         trained(own_fit, engine, composed("+correction@correction=[tis_token,gsm]"), fault)
 
 
-def test_log_probs_of_other_rows_stop_it(own_fit: Any, engine: Any) -> None:
-    """What the rollout engine itself mixes up is found against pi_old, in front of the update."""
-    from recipe.offpolicy.proof.token_alignment import AlignmentError
-
-    def exchange(batch: Any) -> None:
-        batch.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"].roll(1, 0)
-
-    with pytest.raises(AlignmentError):
-        trained(own_fit, engine, composed("+correction@correction=[tis_token,gsm]"), nothing, exchange)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

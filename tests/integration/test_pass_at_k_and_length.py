@@ -17,16 +17,6 @@ FEW = "data.train_max_samples=32"
 """Two batches, so that prompts come again."""
 
 
-@pytest.mark.parametrize("trainer", [pytest.param([], id="newest trainer"), V0_OF_MANY])
-def test_both_are_proved_beside_a_correction(trainer: list[str], run_program: Callable[..., Any]) -> None:
-    run = train(run_program, "pass_at_k=loo", "length_penalty=group", "trainer.total_training_steps=4", *trainer)
-    assert run.returncode == 0, run.output[-3000:]
-    assert "pass@k LIVE on" in run.log
-    assert "length penalty LIVE on" in run.log
-    last = run.steps[-1]
-    assert last["offpolicy/live/proved"] == last["pass_at_k/live/proved"] == last["length/live/proved"] == 1.0
-
-
 @pytest.mark.verl(">=0.9")
 def test_group_sizes_fill_each_step_without_padding(run_program: Callable[..., Any]) -> None:
     budget = ("pass_at_k=loo", "pass_at_k.k=2", "pass_at_k.budget.mode=group_size")

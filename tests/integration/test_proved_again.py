@@ -68,15 +68,6 @@ def test_a_healthy_run_is_proved_at_regular_updates(engine: Any, dealt: dict[str
     assert [trainer.update(**dealt) for _ in range(6)] == [8, 0, 1, 0, 1, 0]
 
 
-def test_parts_of_a_micro_batch_are_proved_apart(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.batch import padding
-
-    monkeypatch.setattr(padding, "AT_ONCE", 16)
-    monkeypatch.setattr(padding, "FEW", 4)
-    trainer = Trainer(engine)
-    assert [trainer.update(micro_batch_size=8) for _ in range(4)] == [8, 0, 1, 0]
-
-
 def test_never_again(engine: Any) -> None:
     trainer = Trainer(engine, prove_every=0)
     assert [trainer.update() for _ in range(4)] == [8, 0, 0, 0]

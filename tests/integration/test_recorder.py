@@ -193,16 +193,6 @@ def test_what_has_no_gradient_is_not_recorded(worker: Any, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_correction_every_weight_is_one(worker: Any, tmp_path: Path) -> None:
-    rows = rollout(worker)
-    tw.update(worker, Watched(tmp_path, CorrectionSpec()), shipped(rows), micro_batch_size=4)
-    step = recorded(tmp_path)
-    assert len(step.rows) == ROWS
-    assert (step.rows.weight == step.rows.response_mask).all()
-    assert not step.rows.rejected_by.any()
-    assert step.reasons == ()
-
-
 def test_pi_old_is_what_the_correction_takes_for_it(worker: Any, tmp_path: Path) -> None:
     rows = rollout(worker)
     rows.old_log_probs = rows.rollout_log_probs
@@ -221,17 +211,6 @@ def test_a_share_of_the_prompts_is_recorded_whole(worker: Any, tmp_path: Path) -
     found = recorded(tmp_path).rows
     assert found.uid.tolist() == [uid for uid in wanted for _ in range(2)]
     assert len(found.prompt_ids) == 0
-
-
-def test_only_some_steps(worker: Any, tmp_path: Path) -> None:
-    loss, rows = Watched(tmp_path, every=2), rollout(worker)
-    found = []
-    for step in range(1, 5):
-        metrics = tw.update(worker, loss, shipped(rows, step=step))
-        found.append(statistics(metrics)["record/rows"].value())
-    flush_all()
-    assert Recording(tmp_path).steps == [1, 3]
-    assert found == [ROWS, 0, ROWS, 0]
 
 
 @pytest.fixture
@@ -267,19 +246,6 @@ def test_what_the_logger_gets(worker: Any, tmp_path: Path, recorder_clock: Clock
     assert reported + left == sum(file.stat().st_size for file in files)
     assert first["record/stopped"].value() == first["record/dropped_rows"].value() == 0
     assert first["record/seconds"].value() == second["record/seconds"].value() == 0.5
-
-
-def test_a_recording_that_has_stopped_says_so_and_trains_on(worker: Any, tmp_path: Path) -> None:
-    loss, rows = Watched(tmp_path / "rec", max_bytes=100), rollout(worker)
-    first = statistics(tw.update(worker, loss, shipped(rows, step=1)))
-    flush_all()
-    metrics = tw.update(worker, loss, shipped(rows, step=2))
-    assert metrics["grad_norm"][0] > 0
-    second = statistics(metrics)
-    assert second["record/stopped"].value() == 1.0
-    # The writer's thread may drop the first step's rows before or after that step is counted.
-    assert sum(found["record/dropped_rows"].value() for found in (first, second)) == 2 * ROWS
-    assert list((tmp_path / "rec").iterdir()) == []
 
 
 def test_gradients_are_the_same_to_the_bit(engine_factory: Any, tmp_path: Path) -> None:

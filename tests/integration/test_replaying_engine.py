@@ -58,13 +58,7 @@ def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, An
 
 def record(worker: Any, rows: tw.Rollout, micro_batch_size: int = 4) -> TensorDict:
     """The forward of pi_old."""
-    from verl.utils import tensordict_utils as tu
-
-    data = rw.flagged(rows.to_tensordict())
-    worker.engine_config.infer_micro_batch_size_per_gpu = micro_batch_size
-    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
-    output: TensorDict = worker.infer_batch(data)
-    return output
+    return tw.forward(worker, rw.flagged(rows.to_tensordict()), micro_batch_size)
 
 
 def report_of(metrics: dict[str, Any]) -> Any:

@@ -51,22 +51,6 @@ def test_untouched_it_is_live(engine: Any, mismatch: float, micro_batch_size: in
     assert live["shift_error"] < 1e-5
 
 
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        {"weight": TIS_TOKEN | {"level": "sequence", "upper": None}},
-        {"weight": TIS_TOKEN | {"lower": 0.8, "upper": None}},
-        {"masks": {"one_sided": GSM | {"lower": None}}},
-        {"masks": {"positive": GSM | {"ratio": "ppo", "lower": None, "upper": 1.05, "when": "positive"}}},
-        {"masks": {"at_once": OPSM | {"delta": 0.0}}},
-        {"masks": {"trl": OPSM | {"delta": 0.5}, "late": STALENESS | {"delta": 0.5}}},
-    ],
-    ids=lambda mapping: str(mapping)[:60],
-)
-def test_every_shape_of_a_correction_can_be_proved(engine: Any, mapping: dict[str, Any]) -> None:
-    assert first_update(engine, mapping=mapping)["shift_error"] < 1e-5
-
-
 @pytest.mark.parametrize("loss_mode", ["dppo_tv", "sapo"])
 def test_live_with_other_base_losses(engine: Any, loss_mode: str) -> None:
     from verl.workers.config import PolicyLossConfig
@@ -295,14 +279,6 @@ def corrupted_installation(kind: str) -> Any:
 )
 def test_the_installed_call_is_corrupted(engine: Any, kind: str, match: str, mismatch: float) -> None:
     stops(match, engine, loss=corrupted_installation(kind), mismatch=mismatch)
-
-
-def test_rejecting_everything_is_a_proof(engine: Any) -> None:
-    """Nothing is left of the gradient, as it must be: the correction is live, and the keep share says the rest."""
-    far = {"masks": {"gsm": GSM | {"lower": 1.0, "upper": 1.0}}}
-    live = first_update(engine, mapping=far)
-    assert live["proved"] == 1.0
-    assert live["gradient_tokens"] > 0
 
 
 def test_verl_drops_the_weights(engine: Any) -> None:

@@ -100,10 +100,3 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model: Path, rows: tw.Ro
     update(second, rows, FACTORS[2])
     one, other = tw.parameters(whole), tw.parameters(second)
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_batch_without_a_factor_steps_at_verls_rate_and_says_so(model: Path, rows: tw.Rollout) -> None:
-    from recipe.offpolicy.extensions.vcpo import find_wrong_rate
-
-    reports = update(start(model), rows, None)
-    assert find_wrong_rate(reports, 0.5) == "the worker's factor is None, but the trainer's is 0.5"

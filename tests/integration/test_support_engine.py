@@ -8,7 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -60,29 +59,16 @@ def supports(rows: tw.Rollout) -> Supports:
 def on_policy(worker: Any, rows: tw.Rollout, supports: Supports) -> tw.Rollout:
     """The rows with pi_old over the supports: PPO's clip leaves each token its gradient."""
     data = sw.with_supports(rows, supports)
-    return replace(rows, old_log_probs=responses(forward(worker, data), data))
+    return replace(rows, old_log_probs=tw.responses(forward(worker, data), data))
 
 
 def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return tw.gradients(worker, tw.plain_loss(), data, **split)
 
 
-def forward(worker: Any, data: TensorDict, temperature: float = 1.0, rows: int = 4) -> TensorDict:
+def forward(worker: Any, data: TensorDict, temperature: float = 1.0) -> TensorDict:
     """The forward of pi_old, in micro-batches of four rows."""
-    from verl.utils import tensordict_utils as tu
-
-    data = data.clone(recurse=False)
-    worker.engine_config.infer_micro_batch_size_per_gpu = rows
-    tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, temperature=temperature)
-    tu.assign_non_tensor(data, global_token_num=None)
-    output: TensorDict = worker.infer_batch(data)
-    return output
-
-
-def responses(output: TensorDict, data: TensorDict, name: str = "log_probs") -> list[Tensor]:
-    from verl.workers.utils.padding import response_from_nested
-
-    return list(response_from_nested(output[name], data["response_mask"]).unbind())
+    return tw.forward(worker, data, 4, entropy=True, temperature=temperature)
 
 
 def report_of(metrics: dict[str, Any]) -> Any:
@@ -122,11 +108,11 @@ def test_log_probs_are_those_over_the_support(
     data = sw.with_supports(rows, supports)
     output = forward(start(**layout), data, temperature)
     wanted = enumerate_log_probs(model, rows, supports, temperature)
-    for found, exact in zip(responses(output, data), wanted, strict=True):
+    for found, exact in zip(tw.responses(output, data), wanted, strict=True):
         torch.testing.assert_close(found.double(), exact.detach(), rtol=0, atol=2e-5)
     # Entropy stays over the vocabulary, and nothing else of the worker's is handed out.
     plain = forward(start(None, **layout), rows.to_tensordict(), temperature)
-    assert all(map(torch.equal, responses(output, data, "entropy"), responses(plain, data, "entropy")))
+    assert all(map(torch.equal, tw.responses(output, data, "entropy"), tw.responses(plain, data, "entropy")))
     assert {"offpolicy_full_log_probs", "offpolicy_withheld"}.isdisjoint(output.keys())
 
 
@@ -172,11 +158,6 @@ def test_the_gradient_is_that_of_the_truncated_policy(
     assert tw.close({name: found[name].double() for name in wanted}, wanted, 1e-4)
 
 
-def test_a_batch_that_is_not_flagged_is_verls_own(worker: Any, plain: Any, rows: tw.Rollout) -> None:
-    one, other = (forward(each, rows.to_tensordict()) for each in (worker, plain))
-    assert (one["log_probs"].values() - other["log_probs"].values()).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("split", [{"micro_batch_size": 2}, {"max_token_len": 40}])
 def test_the_split_into_micro_batches_does_not_matter(
     worker: Any, on_policy: tw.Rollout, supports: Supports, split: dict[str, int]
@@ -188,26 +169,6 @@ def test_the_split_into_micro_batches_does_not_matter(
     one, other = report_of(metrics), report_of(again)
     assert (one.tokens, one.known, one.members, one.compared) == (other.tokens, other.known, other.members, 8)
     assert one.k3 == pytest.approx(other.k3)
-
-
-def test_tokens_of_tools_need_no_support(worker: Any, on_policy: tw.Rollout, supports: Supports) -> None:
-    from recipe.offpolicy.support.token_supports import SupportNote, TokenSupports
-
-    notes = []
-    for prompt, response, mask, given in zip(
-        on_policy.prompts, on_policy.responses, on_policy.response_mask, supports, strict=True
-    ):
-        note, row = SupportNote(), [*prompt.tolist(), *response.tolist()]
-        for place, own in enumerate(mask.tolist()):
-            if own:
-                sizes, ids = np.array([len(given[place])], np.uint8), np.array(given[place], np.uint8)
-                at = len(prompt) + place
-                note.add(row[:at], row[at : at + 1], TokenSupports(sizes, ids, np.ones(1, np.float32)))
-        notes.append(note.finish())
-    metrics, found = gradients(worker, sw.flagged(sw.with_notes(on_policy, notes)))
-    _, wanted = gradients(worker, sw.with_supports(on_policy, supports))
-    assert tw.equal(found, wanted)
-    assert report_of(metrics).known == sum(int(mask.sum()) for mask in on_policy.response_mask)
 
 
 def unknown_at(supports: Supports, row: int, place: int) -> Supports:
@@ -250,7 +211,7 @@ def test_a_correction_is_proved_beside_tokens_of_unknown_support(
     given = unknown_at(unknown_at(supports, 1, 2), 5, 0)
     worker = start(use_remove_padding=True)
     noted = sw.with_supports(rows, given)
-    old = responses(forward(worker, noted), noted)
+    old = tw.responses(forward(worker, noted), noted)
     here = replace(rows, old_log_probs=old, rollout_log_probs=[row + 0.01 for row in old])
     data = sw.with_supports(here, given)
     correction = replace(spec(TIS, gsm=GSM), support="engine")
@@ -344,19 +305,3 @@ def test_supports_that_are_not_the_tokens_own_stop_the_first_update(
         gradients(worker, data)
     with pytest.raises(SupportError, match=named):
         forward(worker, data)
-
-
-@pytest.mark.extended
-def test_two_ranks_train_as_one_does(
-    start: Callable[..., Any], model: Path, on_policy: tw.Rollout, supports: Supports, tmp_path: Path
-) -> None:
-    torch.save({"rows": on_policy, "supports": supports}, tmp_path / "rows.pt")
-    found = tw.run_two_ranks("supporting", model, tmp_path)
-    metrics, wanted = gradients(start(), sw.with_supports(on_policy, supports))
-    assert tw.close(found["gradient"], wanted)
-    assert found["reports"] == 2
-    from recipe.offpolicy.support.support_replay import judge
-    from recipe.offpolicy.support.support_settings import SupportSettings
-
-    one, _ = judge([report_of(metrics)], SupportSettings(tw.VOCABULARY, "mask"), first=False)
-    assert found["metrics"] == pytest.approx(one, nan_ok=True)

@@ -106,12 +106,6 @@ def test_weights(engine: Any, kind: str, level: str, aggregate: str) -> None:
     live(engine, {"weight": {"level": level, "kind": kind, "lower": lower, "upper": 1.5, "aggregate": aggregate}})
 
 
-@pytest.mark.parametrize(("kind", "level"), each_nth_by_default(5, product(["clip", "reject"], LEVELS[:4])))
-def test_weights_after_a_tools_result(engine: Any, kind: str, level: str) -> None:
-    weight = {"level": level, "kind": kind, "lower": 0.5, "upper": 1.5, "when": "post_tool"}
-    live(engine, {"weights": {"tool": weight}})
-
-
 @pytest.mark.parametrize("sign", ["token", pytest.param("row", marks=pytest.mark.extended)])
 def test_weights_by_advantage(engine: Any, sign: str) -> None:
     weights = {

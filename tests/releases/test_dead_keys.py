@@ -13,8 +13,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from packaging.version import Version
 
-from recipe.offpolicy.doctor.launch import compose
-from recipe.offpolicy.doctor.program import Launch
 from tests.support.applications import NEEDED, application, changed
 
 ACTOR = "actor_rollout_ref.actor"
@@ -93,17 +91,6 @@ def test_the_v1_trainer_hands_bypass_to_no_worker() -> None:
         assert "bypass_mode" in source
         assert "apply_bypass_mode" not in source
         assert "policy_loss" not in source
-
-
-def test_verls_vanilla_loss_does_not_read_the_workers_keys(base: DictConfig, batch: dict[str, torch.Tensor]) -> None:
-    log_prob = torch.full((4, 6), -1.0)
-    keys = {f"{WORKERS}.rollout_rs": "seq_mean_k1", f"{WORKERS}.rollout_rs_threshold": "0.9_1.1"}
-    small = {f"{ACTOR}.ppo_mini_batch_size": 1}
-    losses = [
-        policy_term(worker_config(changed(base, small | more).actor_rollout_ref.actor), log_prob, batch)
-        for more in ({}, keys, keys | {LOSS_MODE: "bypass_mode"})
-    ]
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_worker_without_the_keys_takes_verls_dataclass_and_with_one_of_them_the_yamls_null(base: DictConfig) -> None:
@@ -191,8 +178,3 @@ def test_verl_takes_no_log_probs_by_default_up_to_0_8() -> None:
 
     rollout = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "rollout" / "rollout.yaml")
     assert rollout.calculate_log_probs is (Version(RELEASE) >= Version("0.9"))
-
-
-def test_the_classes_that_verls_own_configuration_names_are_not_taken_for_a_scripts_code() -> None:
-    launch = Launch("verl.trainer.main_ppo", NEEDED, "run.sh, line 1")
-    assert compose(launch).critic.model

@@ -85,12 +85,6 @@ def test_live_however_the_batch_is_cut(config: Settings) -> None:
     assert live["gradient_error"] < 1e-6
 
 
-def test_live_with_what_is_fixed_for_the_whole_batch() -> None:
-    live = verdict(BATCH_WIDE, **TWO_STEPS)
-    assert live["parts"] == 3.0
-    assert live["gradient_error"] < 1e-6
-
-
 def proofs(metrics: Settings) -> list[Any]:
     from recipe.offpolicy.worker.metrics import take_packets
 
@@ -146,18 +140,6 @@ def test_versions_and_shadows_arrive() -> None:
     assert 0 < merged["shadow/gsm/keep_token_share"].value() < 1
 
 
-def test_statistics_do_not_depend_on_the_split() -> None:
-    from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.worker.metrics import take_packets
-
-    merged = []
-    for size in (8, 1):
-        _, metrics = update(STACK, ppo_micro_batch_size_per_gpu=size)
-        merged.append(merge_all(packet.statistics for packet in take_packets(metrics)))
-    whole, single = ({name: each.value() for name, each in one.items()} for one in merged)
-    assert whole == pytest.approx(single, rel=1e-9, nan_ok=True)
-
-
 # Sabotage ---------------------------------------------------------------------------------------------------
 
 
@@ -169,16 +151,6 @@ def test_without_the_patch_the_trainer_hears_nothing() -> None:
     _, metrics = la.moved(la.actor(), la.handed(la.rollout(), STACK), patched=False)
     with pytest.raises(LivenessError, match="the corrected loss returned no metrics"):
         verify(take_packets(metrics), CorrectionSpec.from_mapping(STACK), sampled_rows=[])
-
-
-def test_a_name_that_verls_module_binds_anew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-    from verl.trainer.ppo import core_algos
-    from verl.workers.actor import dp_actor
-
-    monkeypatch.setattr(dp_actor, "get_policy_loss_fn", core_algos.get_policy_loss_fn)
-    with pytest.raises(LivenessError, match="the corrected loss returned no metrics"):
-        verdict(STACK)
 
 
 def test_weights_that_are_ignored_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +209,6 @@ def test_a_batch_without_mu_names_the_key() -> None:
     del data.batch["rollout_log_probs"]
     with pytest.raises(KeyError, match=r"actor_rollout_ref\.rollout\.calculate_log_probs=true"):
         la.moved(la.actor(), data)
-
-
-def test_verls_own_weights_beside_ours_are_refused() -> None:
-    batch = la.rollout()
-    batch["rollout_is_weights"] = torch.ones_like(batch["old_log_probs"])
-    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.rollout_is=null"):
-        update(STACK, batch)
 
 
 def test_the_prefix_grouper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

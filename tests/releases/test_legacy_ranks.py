@@ -84,13 +84,6 @@ def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sha
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
-def test_ranks_cut_alike_however_unequal_their_rows(ranks: Any, sharding: str) -> None:
-    """Rank 0 needs two micro-batches of 13 tokens for each of its two mini-batches, rank 1 would do with one."""
-    _, packets = ranks[f"{sharding} stack dynamic"]
-    assert [len(rank) for rank in packets] == [4, 4]
-
-
-@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_old_log_probs_of_unequal_ranks(ranks: Any, sharding: str) -> None:
     """Without a handover: rank 0 needs three micro-batches for its 37 tokens, rank 1 one for 13."""
     batch = legacy_ranks.rollout("dynamic")

@@ -19,7 +19,7 @@ from tests.support.legacy_updates import (
     update,
     verdict,
 )
-from tests.support.specs import GSM, STACK
+from tests.support.specs import STACK
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
@@ -40,32 +40,6 @@ def test_a_last_mini_batch_that_is_smaller(start: la.Parameters) -> None:
     expected = la.plain_update(la.rollout(), la.Plain(STACK, mini_rows=6))
     got = corrected(STACK, ppo_mini_batch_size=6, ppo_micro_batch_size_per_gpu=3)
     assert la.distance(expected, got, start) < EXACT
-
-
-def test_dynamic_batches_over_mini_batches_and_epochs(start: la.Parameters) -> None:
-    expected = la.plain_update(la.rollout(), la.Plain(STACK, mini_rows=4, epochs=2, kl=0.3))
-    got = corrected(STACK, ppo_epochs=2, ppo_mini_batch_size=4, **DYNAMIC, **KL)
-    assert la.distance(expected, got, start) < EXACT
-
-
-def test_denominator_kept(start: la.Parameters) -> None:
-    """Two mini-batches that lose different shares of their tokens."""
-    mapping = {"masks": {"gsm": GSM}, "denominator": "kept"}
-
-    def rows(chosen: slice) -> Any:
-        batch = {name: column[chosen] for name, column in la.rollout().items()}
-        ones = torch.ones_like(batch["advantages"])
-        keep = la.weight_and_keep({"masks": {"gsm": GSM}}, batch, ones, batch["old_log_probs"]).any(-1)
-        assert 0 < keep.sum() < len(keep)
-        return {name: column[keep] for name, column in batch.items()}
-
-    # One step a half, each from the same weights, so that the two moves add up.
-    halves = [la.plain_update(rows(half), la.Plain()) for half in (slice(0, 4), slice(4, 8))]
-    batch = la.rollout()
-    for half, expected in zip((slice(0, 4), slice(4, 8)), halves, strict=True):
-        part = {name: column[half] for name, column in batch.items()}
-        got = corrected(mapping, part, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1)
-        assert la.distance(expected, got, start) < EXACT
 
 
 def proximal(name: str, alpha: float | None = None) -> Settings:
@@ -127,17 +101,6 @@ def test_without_a_correction_the_update_is_verls_to_the_bit(handover: bool, con
     assert metrics == own_metrics
 
 
-def test_an_update_leaves_nothing_behind_in_the_actor(start: la.Parameters) -> None:
-    """The next batch without a correction must not meet the denominators of this one."""
-    actor = la.actor(**TWO_STEPS)
-    la.moved(actor, la.handed(la.rollout(), STACK, mini_rows=4))
-    assert actor.config.global_batch_info == {}
-    data = la.handed(la.rollout(), STACK, mini_rows=4)
-    columns = set(data.batch.keys())
-    la.moved(actor, data)
-    assert set(data.batch.keys()) == columns
-
-
 # Micro-batches without a token ------------------------------------------------------------------------------
 
 
@@ -158,17 +121,6 @@ def test_a_micro_batch_without_a_token_adds_nothing(mode: str, start: la.Paramet
     assert la.distance(expected, got, start) < EXACT
     assert sum(value != value for value in metrics["rollout_corr/kl"]) == 1
     assert verdict(STACK, batch, **config)["proved"] == 1.0
-
-
-def test_a_micro_batch_of_padding_alone_adds_nothing(start: la.Parameters) -> None:
-    """Rows that nothing attends to, as they fill up a batch; without padding no token of them is left."""
-    batch = with_silent_rows(2, 3)
-    batch["attention_mask"][2:4] = 0
-    filled = [0, 1, 4, 5, 6, 7]
-    rows = {name: column[filled] for name, column in batch.items()}
-    expected = la.plain_update(rows, la.Plain(STACK, mini_rows=6, entropy=0.1, kl=0.3))
-    got = corrected(STACK, batch, use_remove_padding=True, entropy_coeff=0.1, ppo_micro_batch_size_per_gpu=2, **KL)
-    assert la.distance(expected, got, start) < EXACT
 
 
 def test_verl_alone_stops_on_a_micro_batch_without_a_token() -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.support import training_worker as tw
-from tests.support.first_update import add_reference, first_update
 from tests.support.parity_case import CORRECTIONS, MODES, ROWS, TEMPERATURE, Case, tiny_model
 from tests.support.parity_paths import (
     Witness,
@@ -126,28 +125,6 @@ def test_the_engine_makes_the_update_of_the_reference(
     assert len(witness.losses) == {2: 4, 8: 1}.get(split, len(witness.losses))
     assert split != "dynamic" or len(witness.losses) > 2
     assert_same(found, demanded(name, mode))
-
-
-@pytest.mark.verl("==0.9.1")
-def test_the_functions_for_npus_unpad_as_those_without_flash_attn(
-    worker: Any, case: Case, witness: Witness, demanded: Callable[..., Update], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """V0 unpads every batch; verl takes flash-attn's functions for that, its own for NPUs, or plain ones."""
-    from verl.utils import attention_utils
-    from verl.utils import npu_flash_attn_utils as npu
-
-    functions = (npu.index_first_axis, npu.pad_input, npu.rearrange, npu.unpad_input)
-    monkeypatch.setattr(attention_utils, "_get_attention_functions", lambda: functions)
-    found = update_by_engine(worker, witness, batch_v0, "stacked", "token-mean", "dynamic")
-    assert_same(found, demanded("stacked", "token-mean"))
-
-
-@pytest.mark.verl("==0.9.1")
-@pytest.mark.parametrize("name", ["stacked", "kept", "penalty"])
-def test_the_first_update_is_proved_on_packed_and_padded_rows(worker: Any, name: str) -> None:
-    live = first_update(worker, CORRECTIONS[name], tamper=add_reference, use_kl_loss=True, kl_loss_coef=0.5)
-    assert live["proved"] == 1.0
-    assert live["gradient_error"] < 1e-5
 
 
 TAUGHT = [

@@ -102,20 +102,6 @@ def test_a_second_epoch_is_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch
     assert_recorded(step, seen[:4], STACK)
 
 
-def test_the_proofs_trials_are_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
-    step = recorded(tmp_path, STACK, prove=True)
-    assert len(seen) > 8
-    assert len(step.rows) == ROWS
-    assert np.abs(step.rows.log_prob - step.rows.old_log_prob).max() < 1.0
-
-
-def test_without_a_correction(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
-    step = recorded(tmp_path, {})
-    assert_recorded(step, seen, {})
-    assert (step.rows.weight == step.rows.response_mask).all()
-    assert not step.rows.rejected_by.any()
-
-
 def test_the_update_is_the_same(tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
     plain, _ = la.moved(la.actor(**settings), la.handed(la.rollout(), STACK, mini_rows=4))

@@ -94,13 +94,6 @@ def test_the_asynchronous_script_says_that_the_release_has_no_such_trainer(tmp_p
     assert "Fix: install verl 0.9.1, use fully_async_policy" in done.stderr
 
 
-@pytest.mark.extended
-def test_a_check_that_fails_ends_the_script(tmp_path: Path) -> None:
-    done = run(DENSE, tmp_path, "--check", "correction.x=1")
-    assert done.returncode == 1
-    assert "correction.x=1: unknown key" in done.stderr
-
-
 def test_the_dense_script(composed: Composed) -> None:
     config = composed(
         DENSE,
@@ -150,28 +143,8 @@ def router_replay_mode() -> str:
     return "actor_rollout_ref.actor." + ("" if legacy else "megatron.") + "router_replay.mode"
 
 
-@pytest.mark.extended
-def test_other_routes_leave_the_rollouts_alone(composed: Composed) -> None:
-    config = composed(MOE, ROUTER_REPLAY="R2")
-    assert select(config, router_replay_mode()) == "R2"
-
-
 @pytest.mark.verl("<0.8")
 def test_the_engine_of_a_release_with_both_workers_gets_its_own_key(composed: Composed) -> None:
     config = composed(MOE, "trainer.use_legacy_worker_impl=disable", ROUTER_REPLAY="R2")
     assert select(config, "actor_rollout_ref.actor.megatron.router_replay.mode") == "R2"
     assert select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay") is False
-
-
-@pytest.mark.extended
-@pytest.mark.verl(">=0.9")
-def test_the_asynchronous_script(composed: Composed) -> None:
-    config = composed(ASYNC, SYNC_STEPS="2", ROLLOUT_NNODES="3")
-    assert select(config, "trainer.v1.trainer_mode") == "separate_async"
-    steps = select(config, "trainer.v1.separate_async.parameter_sync_step")
-    # verl asserts this once its workers are up.
-    mini_batch = select(config, "actor_rollout_ref.actor.ppo_mini_batch_size")
-    assert (steps, select(config, "data.train_batch_size")) == (2, steps * mini_batch)
-    assert select(config, "actor_rollout_ref.rollout.nnodes") == 3
-    assert select(config, "actor_rollout_ref.rollout.checkpoint_engine.backend") == "nccl"
-    assert select(config, "actor_rollout_ref.hybrid_engine") is False

@@ -132,14 +132,6 @@ def test_rejected_rows_leave_the_baseline_of_verls_estimator() -> None:
         made._update_actor(data)
 
 
-def test_by_default_verls_estimator_sees_its_own_groups() -> None:
-    from verl.trainer.ppo.ray_trainer import compute_advantage
-
-    plain = compute_advantage(batch(), adv_estimator="grpo").batch["advantages"]
-    found = trainer(masks={"gsm": GSM})._around_advantage(compute_advantage, batch(), adv_estimator="grpo")
-    assert torch.equal(found.batch["advantages"], plain)
-
-
 def test_without_a_forward_pass_mu_stands_in_for_pi_old() -> None:
     data = batch()
     old, mfu = trainer(masks={"gsm": GSM | {"ratio": "full"}}, proximal="bypass")._compute_old_log_prob(data)
@@ -164,14 +156,6 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
         handover = sent.meta_info[HANDOVER]
         assert (handover.spec, handover.plan.prove) == (made.correction, True)
     assert sent.batch[PROVE].tolist().count(1) == 3  # 12 tokens are not enough
-
-
-def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None:
-    made = trainer(masks={"gsm": GSM})
-    made._update_actor(batch(min_global_steps=np.array([None] * ROWS), max_global_steps=np.array([None] * ROWS)))
-    assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS  # step 7
-    made._update_actor(batch())
-    assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS
 
 
 @pytest.mark.parametrize("legacy", [False, True])

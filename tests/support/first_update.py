@@ -58,11 +58,12 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
     return data
 
 
-def adapter(mapping: dict[str, Any], **config: Any) -> Any:
-    """The loss as the trainer hands it over for the first update."""
+def adapter(mapping: dict[str, Any], *, prove: bool = True, shadows: Any = None, **config: Any) -> Any:
+    """The loss as the trainer hands it over, by default for the first update."""
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
-    return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), tw.actor_config(**config), prove=True)
+    spec = CorrectionSpec.from_mapping(mapping)
+    return OffPolicyLoss(spec, tw.actor_config(**config), prove=prove, shadows=shadows or {})
 
 
 def acting_by(other: CorrectionSpec) -> type:

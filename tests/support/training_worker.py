@@ -225,17 +225,45 @@ def make_rollout(rows: int = 8, seed: int = 0, *, tool_tokens: bool = True) -> R
     return Rollout(prompts, responses, masks, advantages)
 
 
-def trainer_log_probs(worker: Any, rollout: Rollout, micro_batch_size: int | None = None) -> list[torch.Tensor]:
-    """pi_old by the engine's own forward pass, a row each; all rows at once, or in micro-batches."""
+def forward(
+    worker: Any,
+    data: TensorDict,
+    micro_batch_size: int | None = None,
+    *,
+    entropy: bool = False,
+    temperature: float = 1.0,
+) -> TensorDict:
+    """The engine's forward pass without a loss, as for pi_old; all rows at once, or in micro-batches."""
     from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import response_from_nested
 
-    data = rollout.to_tensordict()
+    data = data.clone(recurse=False)
     worker.engine_config.use_dynamic_bsz = False  # an update of dynamic sizes leaves it set
     worker.engine_config.infer_micro_batch_size_per_gpu = micro_batch_size or len(data)
-    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
-    log_probs = worker.infer_batch(data)["log_probs"]
-    return list(response_from_nested(log_probs, data["response_mask"]).unbind())
+    asked = {"calculate_entropy": entropy, "compute_loss": False, "temperature": temperature, "global_token_num": None}
+    tu.assign_non_tensor(data, **asked)
+    output: TensorDict = worker.infer_batch(data)
+    return output
+
+
+def responses(output: TensorDict, data: TensorDict, name: str = "log_probs") -> list[torch.Tensor]:
+    """A column of a forward pass, cut to the responses, a row each."""
+    from verl.workers.utils.padding import response_from_nested
+
+    return list(response_from_nested(output[name], data["response_mask"]).unbind())
+
+
+def trainer_log_probs(worker: Any, rollout: Rollout, micro_batch_size: int | None = None) -> list[torch.Tensor]:
+    """pi_old by the engine's own forward pass, a row each."""
+    data = rollout.to_tensordict()
+    return responses(forward(worker, data, micro_batch_size), data)
+
+
+def measured(metrics: dict[str, Any]) -> dict[str, float]:
+    """The statistics that an update reports."""
+    from recipe.offpolicy.correction.statistics import merge_all
+    from recipe.offpolicy.worker.metrics import take_packets
+
+    return {name: each.value() for name, each in merge_all(p.statistics for p in take_packets(metrics)).items()}
 
 
 def add_log_probs(worker: Any, rollout: Rollout, *, mismatch: float, seed: int = 1) -> Rollout:

@@ -1,7 +1,7 @@
 """Two data-parallel ranks of a real TrainingWorker, each with half of the rows: two_ranks.py KIND MODEL OUT.
 
-KIND is corrected (on the rollout that the tests make), replaying or supporting (on the rows of OUT/rows.pt); the first
-rank writes OUT/ranks.pt.
+KIND is corrected (on the rollout that the tests make) or replaying (on the rows of OUT/rows.pt); the first rank writes
+OUT/ranks.pt.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import torch.multiprocessing as mp
 import verl.workers.engine_workers  # noqa: F401  once, in front of the fork
 from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.worker.loss import OffPolicyLoss
-from recipe.offpolicy.worker.metrics import take_packets
-from tests.support import replaying_worker, supporting_worker
+from tests.support import replaying_worker
 from tests.support import training_worker as tw
 from tests.support.first_update import planned
 from tests.support.specs import BATCH_WIDE, STACK
@@ -35,9 +33,11 @@ def corrected(rank: int, model: Path, out: Path) -> dict[str, Any]:
         mine = planned(spec, rows, ranks=2).chunk(2)[rank]
         metrics, gradient = tw.gradients(worker, OffPolicyLoss(spec, tw.actor_config()), mine, micro_batch_size=2)
         if rank == 0:
-            merged = merge_all(packet.statistics for packet in take_packets(metrics))
-            statistics = {key: statistic.value() for key, statistic in merged.items()}
-            results[name] = {"loss": float(metrics["loss"][0]), "gradient": gradient, "statistics": statistics}
+            results[name] = {
+                "loss": float(metrics["loss"][0]),
+                "gradient": gradient,
+                "statistics": tw.measured(metrics),
+            }
     return results
 
 
@@ -57,27 +57,11 @@ def replaying(rank: int, model: Path, out: Path) -> dict[str, Any]:
     return {"gradient": gradient, "metrics": measure_routes(reports) if reports else {}, "reports": len(reports)}
 
 
-def supporting(rank: int, model: Path, out: Path) -> dict[str, Any]:
-    from recipe.offpolicy.support.fsdp_engine import REPORT
-    from recipe.offpolicy.support.support_replay import judge
-    from recipe.offpolicy.support.support_settings import SupportSettings
-
-    sent = torch.load(out / "rows.pt", weights_only=False)
-    worker = supporting_worker.start(model, checkpointing=True)
-    data = supporting_worker.with_supports(sent["rows"], sent["supports"])
-    metrics, gradient = tw.gradients(worker, tw.plain_loss(), data.chunk(2)[rank], micro_batch_size=2)
-    reports = take_reports(metrics, REPORT) if rank == 0 else []
-    judged = judge(reports, SupportSettings(tw.VOCABULARY, "mask"), first=False)[0] if reports else {}
-    return {"gradient": gradient, "metrics": judged, "reports": len(reports)}
-
-
 def main(rank: int, kind: str, model: str, out: str, port: int) -> None:
     tw.join_process_group(rank, 2, port)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
-    results = {"corrected": corrected, "replaying": replaying, "supporting": supporting}[kind](
-        rank, Path(model), Path(out)
-    )
+    results = {"corrected": corrected, "replaying": replaying}[kind](rank, Path(model), Path(out))
     if rank == 0:
         torch.save(results, Path(out) / "ranks.pt")
     torch.distributed.barrier()

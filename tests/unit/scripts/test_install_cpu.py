@@ -73,3 +73,8 @@ def test_an_environment_of_its_own_is_gone_on_with(how: str, tmp_path: Path) -> 
         (here / ".venv").symlink_to(folder)
     status, said = install(here)
     assert (status, "was made with a Python other than" in said) == (1, True)
+
+
+def test_a_folder_that_is_no_environment_is_refused(tmp_path: Path) -> None:
+    status, said = install(make_checkout(tmp_path / "checkout"), str(ROOT / "tests"))
+    assert (status, "not a virtual environment" in said) == (1, True), said
