@@ -99,13 +99,14 @@ def read_dump(path: Path) -> Iterator[dict[str, Any]]:
     """
     fix = "Give files from trainer.validation_data_dir."
     for number, row in read_lines(path, DumpError, fix):
-        missing = [name for name in ("input", "score", "step") if not isinstance(row, dict) or name not in row]
-        if missing:
-            raise DumpError(f"{path}, line {number}: no {', '.join(missing)}. {fix}")
-        if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
-            raise DumpError(f"{path}, line {number}: the score {row['score']!r} is not a finite number.")
-        if not isinstance(row["step"], int):
-            raise DumpError(f"{path}, line {number}: the step {row['step']!r} is not a whole number.")
+        try:
+            fits = "input" in row and math.isfinite(row["score"]) and isinstance(row["step"], int)
+        except (KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise DumpError(
+                f"{path}, line {number}: expected input, a finite score and a step, not {row!r:.200}. {fix}"
+            )
         yield row
 
 

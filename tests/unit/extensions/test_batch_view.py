@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,20 +203,6 @@ def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
     hooks.judge([{"one": extension.shipped}])
     with pytest.raises(LivenessError, match="one: verl's trainer did not call the hooks"):
         hooks.judge([{"one": extension.shipped}])
-
-
-def test_state_goes_on_and_other_settings_are_named(tmp_path: Path) -> None:
-    first = Nudge("one", {})
-    first.updates, first.prompts = 5, 40
-    states = AddOns([first]).state(tmp_path)
-    again = Nudge("one", {})
-    hooks = AddOns([again])
-    assert hooks.differences(states) == []
-    hooks.restore(states, tmp_path)
-    assert (again.updates, again.prompts) == (5, 40)
-    (line,) = AddOns([Nudge("one", {"tilt": 1.0})]).differences(states)
-    assert line == "one.tilt: 0.25 in the checkpoint, 1.0 now"
-    assert len(AddOns().differences(states)) > 0
 
 
 def test_every_extension_ends_also_where_one_fails() -> None:

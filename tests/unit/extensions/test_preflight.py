@@ -41,23 +41,9 @@ def examined(*overrides: str) -> Preflight:
         return examine(config, given)
 
 
-def keys(found: Preflight) -> list[str]:
-    return [problem.key for problem in found.problems if problem.verdict != "NOTE"]
-
-
-def test_the_headline_names_what_is_on() -> None:
-    found = examined("correction=none", *ON)
-    assert keys(found) == []
-    assert "; one (bonus=0.5, " in found.headline
-    assert "; two (bonus=0.5, tilt=1, " in found.headline
-    assert found.headline.startswith("UNCORRECTED")
-
-
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
         ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
         (
             [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],

@@ -311,26 +311,24 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
     """Read the log-probs of a sequence's response from vLLM's ``prompt_logprobs``, by the ids that were sent.
 
     Raises:
-        TeacherError: a position is missing, has another token, or is not a number; the message names it.
+        TeacherError: a position is missing, has another token, or is not a number.
     """
     ids = (*row.prompt, *row.response)
     where = f"the teacher at {url}, sequence {row.number}"
-    if not isinstance(entries, list) or len(entries) != len(ids):
-        given = f"{len(entries)}" if isinstance(entries, list) else "no" if entries is None else "no list of"
-        raise TeacherError(f"{where}: it scored {given} positions of {len(ids)}.")
-    if entries[0] is not None:
-        raise TeacherError(f"{where}, position 0: it scored a token that has no token before it.")
-    found: list[float] = []
-    for place, (entry, token) in enumerate(zip(entries[1:], ids[1:], strict=True), 1):
-        scored = entry if isinstance(entry, dict) else {}
-        if not isinstance(own := scored.get(str(token)), dict):
-            other = f"the token {shorten(', '.join(scored))}" if scored else "nothing"
-            raise TeacherError(f"{where}, position {place}: the token {token} was sent, but it scored {other}.")
-        value = own.get("logprob")
+    try:
+        first, *rest = entries
+        found = [entry[str(token)]["logprob"] for entry, token in zip(rest, ids[1:], strict=True)]
+    except (TypeError, KeyError, ValueError):
+        first, found = "", []
+    if first is not None:
+        shown = shorten(repr(entries))
+        raise TeacherError(
+            f"{where}: its prompt_logprobs are not those of the {len(ids)} tokens that were sent: {shown}"
+        )
+    for place, value in enumerate(found, 1):
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
             raise TeacherError(f"{where}, position {place}: the log-prob is {shorten(repr(value))}.")
-        found.append(-math.inf if value <= EXCLUDED else float(value))
-    return found[len(row.prompt) - 1 :]
+    return [-math.inf if value <= EXCLUDED else float(value) for value in found[len(row.prompt) - 1 :]]
 
 
 def _name(rows: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,27 +16,15 @@ COLUMN = "reward_model.ground_truth"
 """Column of the data set that contains the answer."""
 
 
-class AnswerError(ValueError):
-    """An answer cannot be scored; the message says why."""
-
-
-class Forced(NamedTuple):
-    """Ids that are forced after a prefix.
-
-    Attributes:
-        ids: ids of the force prompt with the answer.
-        answer: number of last ids that overlap the answer's characters.
-    """
-
-    ids: list[int]
-    answer: int
+class ScoringError(ValueError):
+    """A row cannot be scored; the message says why."""
 
 
 def read_answers(row: Any, most: int) -> list[str]:
     """Read the answers in a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
 
     Raises:
-        AnswerError: there is no answer, or there are more than ``most``.
+        ScoringError: there is no answer, or there are more than ``most``.
     """
     truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
     # Values read from Parquet are numpy arrays.
@@ -44,9 +32,9 @@ def read_answers(row: Any, most: int) -> list[str]:
     given = list(truth) if isinstance(truth, list | tuple | np.ndarray) else [truth]
     answers = [_write(each) for each in given if each is not None and not isinstance(each, dict)]
     if not answers or not all(answers):
-        raise AnswerError(f"the column {COLUMN} contains no answer: {truth!r}.")
+        raise ScoringError(f"the column {COLUMN} contains no answer: {truth!r}.")
     if len(answers) > most:
-        raise AnswerError(f"the column {COLUMN} contains {len(answers)} answers, more than max_answers={most}.")
+        raise ScoringError(f"the column {COLUMN} contains {len(answers)} answers, more than max_answers={most}.")
     return answers
 
 
@@ -54,11 +42,11 @@ def _write(answer: Any) -> str:
     """Format an answer as in a response: numbers without a trailing ".0" or an exponent, texts without outer spaces.
 
     Raises:
-        AnswerError: the answer is a number that is not finite.
+        ScoringError: the answer is a number that is not finite.
     """
     if isinstance(answer, float | np.floating | Decimal):
         if not math.isfinite(answer):
-            raise AnswerError(f"the column {COLUMN} contains {answer}, which is not an answer.")
+            raise ScoringError(f"the column {COLUMN} contains {answer}, which is not an answer.")
         if isinstance(answer, Decimal):
             return f"{answer.normalize():f}"
         # A float32 of 0.1 is written "0.1"; converted to a Python float, it would have more digits.
@@ -66,11 +54,14 @@ def _write(answer: Any) -> str:
     return str(answer).strip()
 
 
-def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:
+def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> tuple[list[int], int]:
     """Tokenise force prompt and answer together, because a token such as " 42" also contains the prompt's last space.
 
+    Returns:
+        The ids, and the number of last ids that overlap the answer's characters.
+
     Raises:
-        AnswerError: no token contains the answer.
+        ScoringError: no token contains the answer.
     """
     text = force_prompt + answer
     if getattr(tokenizer, "is_fast", False):
@@ -81,8 +72,8 @@ def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:
         ends = list(itertools.accumulate(map(len, list_pieces(tokenizer, ids))))
     behind = [place for place, end in enumerate(ends) if end > len(force_prompt)]
     if not behind:
-        raise AnswerError(f"no token of {text!r} holds the answer {answer!r}.")
-    return Forced(ids, len(ids) - behind[0])
+        raise ScoringError(f"no token of {text!r} holds the answer {answer!r}.")
+    return ids, len(ids) - behind[0]
 
 
 def list_pieces(tokenizer: Any, ids: Iterable[int]) -> list[str]:

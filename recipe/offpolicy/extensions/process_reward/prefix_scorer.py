@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from .episodes import AnswerError, episode_ends, find_region, list_pieces, read_answers, tokenize_answer
+from .episodes import ScoringError, episode_ends, find_region, list_pieces, read_answers, tokenize_answer
 from .settings import ProcessSettings
 
 FIELD = "offpolicy_process"
@@ -159,10 +159,6 @@ PAUSE = 1.0
 """Seconds before a row is scored again after an abort, as in verl's resuming client."""
 
 
-class ScoringError(RuntimeError):
-    """The rollout engine did not score a prefix as required."""
-
-
 AskServer = Callable[[str, Sequence[int], Sequence[Tail], bool], Awaitable[TailScores]]
 """Calls ``score_tails`` on the server that a request's id is routed to: (request_id, row, tails, read_cache)."""
 
@@ -261,7 +257,7 @@ class PrefixScorer:
             await self._score(row, result)
         except Exception as error:
             # If an exception were raised here, verl would replace the row's group with padding.
-            kind = "" if isinstance(error, ScoringError | AnswerError) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, ScoringError) else f"{type(error).__name__}: "
             result.values, result.error = [], f"{kind}{error}"
         result.ended = time.time()
         return asdict(result)
@@ -302,7 +298,7 @@ class PrefixScorer:
         for text in read_answers(row.truth, settings.max_answers):
             ids, count = tokenize_answer(self._tokenizer, settings.force_prompt, text)
             if count > (most := settings.max_answer_tokens):
-                raise AnswerError(f"the answer {text[:40]!r} has {count} tokens, more than max_answer_tokens={most}.")
+                raise ScoringError(f"the answer {text[:40]!r} has {count} tokens, more than max_answer_tokens={most}.")
             answers.append((ids, count))
         return answers
 

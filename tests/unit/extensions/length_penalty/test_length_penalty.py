@@ -369,17 +369,9 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     return list(find_problems("length_penalty", length, Configured(config, "length_penalty")))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        {"extra_info": [{"budget": 3.0}, {"budget": float("inf")}]},
-        {"extra_info": [{"budget": "3"}, {"budget": "long"}]},
-        {"extra_info": [{"budget": 3.0}, None]},
-    ],
-)
-def test_the_row_without_a_reference_length_is_named(rows: dict[str, Any], tmp_path: Path) -> None:
+def test_the_row_without_a_reference_length_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    pandas.DataFrame(rows).to_parquet(path)
+    pandas.DataFrame({"extra_info": [{"budget": 3.0}, {"budget": float("inf")}]}).to_parquet(path)
     settings = {"kind": "reference", "reference": "extra_info.budget"}
     (problem,) = problems(settings, data__train_files=str(path))
     assert f"row 1 of {path} has no length" in problem.reason

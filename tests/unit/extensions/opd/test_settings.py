@@ -163,11 +163,6 @@ def test_each_teacher_is_examined_and_a_source_without_prompts_refused(teacher: 
     assert str(unknown) == f"{key}={teacher.url}: no training prompt has the data_source code. The data has: math."
 
 
-@pytest.mark.parametrize("changes", [{"data__prompt_key": "question"}, {"spoilt": True}])
-def test_unreadable_prompts_are_left_to_verl(changes: dict[str, Any], teacher: FakeTeacher, student: Path) -> None:
-    assert problems(teacher.url, student, **changes) == []
-
-
 def test_a_key_that_is_not_exported_is_said_with_its_fix_alone(teacher: FakeTeacher, student: Path) -> None:
     (problem,) = problems(teacher.url, student, teacher={"api_key": "NOT_EXPORTED"})
     assert problem.reason == "the environment variable NOT_EXPORTED of opd.teacher.api_key is not set."

@@ -53,22 +53,23 @@ def test_what_the_teacher_excludes_is_minus_infinity() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda entries: entries[:-1], "sequence 0: it scored 2 positions of 3"),
-        (lambda entries: [*entries, entries[-1]], "sequence 0: it scored 4 positions of 3"),
-        (lambda entries: [*entries[:2], entries[1]], "sequence 0, position 2: the token 9 was sent, but it scored"),
-        (lambda entries: [*entries[1:], entries[0]], "sequence 0, position 0: it scored a token"),
-        (lambda entries: [*entries[:-1], {"9": {"logprob": 0.5}}], "sequence 0, position 2: the log-prob is 0.5"),
+        *(
+            (change, "sequence 0: its prompt_logprobs are not those of the 3 tokens")
+            for change in (
+                lambda entries: entries[:-1],
+                lambda entries: [*entries, entries[-1]],
+                lambda entries: [*entries[:2], entries[1]],
+                lambda entries: [*entries[1:], entries[0]],
+                lambda entries: [entries[1], *entries[1:]],
+                lambda entries: [*entries[:-1], None],
+                lambda entries: [*entries[:-1], {"9": None}],
+                lambda entries: None,
+                lambda entries: {"0": None, "1": None, "2": None},
+            )
+        ),
         *(
             (lambda entries, value=value: [*entries[:-1], {"9": {"logprob": value}}], "position 2: the log-prob is")
-            for value in (None, "-1.0", True, math.nan)
-        ),
-        *(
-            (lambda entries, value=value: [*entries[:-1], value], "position 2: the token 9 was sent, but it scored")
-            for value in (None, {}, 3, {"9": None}, {"5": {"logprob": -1.0}})
-        ),
-        *(
-            (lambda entries, value=value: value, "sequence 0: it scored no")
-            for value in (None, "abc", {"0": None, "1": None, "2": None})
+            for value in (None, "-1.0", True, math.nan, 0.5)
         ),
     ],
 )

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.process_reward.episodes import (
-    AnswerError,
-    Forced,
+    ScoringError,
     episode_ends,
     find_region,
     find_unlike_pieces,
@@ -94,9 +93,9 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
 
 @pytest.mark.parametrize(("answer", "read"), [("42", " 42"), ("7", "7"), ("421", " 421"), ("数", "数")])
 def test_the_answers_tokens_are_those_that_overlap_its_characters(tokenizer: Any, answer: str, read: str) -> None:
-    forced = tokenize_answer(tokenizer, "is ", answer)
-    assert text_of(tokenizer, forced.ids) == f"is {answer}"
-    assert text_of(tokenizer, forced.ids[-forced.answer :]) == read
+    ids, count = tokenize_answer(tokenizer, "is ", answer)
+    assert text_of(tokenizer, ids) == f"is {answer}"
+    assert text_of(tokenizer, ids[-count:]) == read
 
 
 class Slow:
@@ -117,7 +116,7 @@ class Slow:
 
 
 def test_a_tokenizer_without_offsets_is_read_by_the_text_of_its_tokens() -> None:
-    assert tokenize_answer(Slow(), "is ", "42") == Forced([0, 1, 2], 2)
+    assert tokenize_answer(Slow(), "is ", "42") == ([0, 1, 2], 2)
 
 
 def test_pieces_that_read_otherwise_one_by_one_are_found(tokenizer: Any) -> None:
@@ -152,11 +151,11 @@ def test_ground_truth_is_one_answer_or_alternatives(truth: Any, answers: list[st
 
 @pytest.mark.parametrize("truth", [np.float32("nan"), [1.0, -math.inf]])
 def test_a_number_that_is_not_finite_is_no_answer(truth: Any) -> None:
-    with pytest.raises(AnswerError, match="which is not an answer"):
+    with pytest.raises(ScoringError, match="which is not an answer"):
         read_answers({"ground_truth": truth}, 2)
 
 
 @pytest.mark.parametrize("row", [None, {"ground_truth": ""}, {"ground_truth": []}])
 def test_a_missing_answer_names_the_column(row: Any) -> None:
-    with pytest.raises(AnswerError, match=r"reward_model\.ground_truth contains no answer"):
+    with pytest.raises(ScoringError, match=r"reward_model\.ground_truth contains no answer"):
         read_answers(row, 4)
