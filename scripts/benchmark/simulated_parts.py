@@ -20,6 +20,7 @@ from torch import Tensor
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch import padding, plan, weight_versions
 from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, rollout_stage, step_stage, turns
+from recipe.offpolicy.support.token_supports import SupportNote, read_supports
 from recipe.offpolicy.worker.metrics import METRIC_KEY
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
@@ -145,6 +146,24 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
     counts = {"batch_num_tokens": tokens * micro_batches, "global_batch_size": rows * micro_batches}
     tu.assign_non_tensor(data, dp_size=1, **counts, **{plan.PLAN: plan.SharedPlan(step=1), mb.LAST: last})
     return data
+
+
+def build_note(prompt: Sequence[int], response: Tensor, log_q: Tensor, size: int) -> tuple[Tensor, SupportNote]:
+    """Build the note of a row's likeliest tokens in the same way as the rollout servers' client.
+
+    Args:
+        log_q: (T, V), log mu of the whole vocabulary.
+
+    Returns:
+        log mu of the response, (T,), and the note.
+    """
+    values, ids = log_q.topk(size)
+    own = log_q.gather(-1, response[:, None])
+    listed, log_probs = (torch.cat(pair, 1).flatten().tolist() for pair in ((response[:, None], ids), (own, values)))
+    note = SupportNote()
+    found = read_supports(listed, log_probs, len(response), likeliest=True)
+    note.add(list(prompt), response.tolist(), found)
+    return own[:, 0], note.finish()
 
 
 def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "cpu") -> tuple[Call, TensorDict]:

@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from recipe.offpolicy.batch.weight_versions import EXTRA_FIELDS
-from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supports
-from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_batch
+from recipe.offpolicy.support.token_supports import NOTE
+from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_batch, build_note
 from scripts.harness import add_counts, build_parser, find_median_ratio, measure_growth, take_turns
 
 SHAPE = (
@@ -145,10 +145,12 @@ def build_micro_batch(
     old = [row[sizes.prompt - 1 : -1].float() for row in found]
     noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
     mu, notes = [row + apart for row, apart in zip(old, noise, strict=True)], []
-    if centering is not None:
-        of_responses = [row[sizes.prompt - 1 : len(tokens) - 1] for row, tokens in zip(logits, whole, strict=True)]
-        drawn = (draw_note(*row, sizes.prompt, centering, generator) for row in zip(whole, of_responses, strict=True))
-        mu, notes = map(list, zip(*drawn, strict=True))
+    for place, (tokens, row) in enumerate(zip(whole, logits, strict=True) if centering is not None else ()):
+        prompt, response = tokens.split([sizes.prompt, len(tokens) - sizes.prompt])
+        of_response = row[sizes.prompt - 1 : len(tokens) - 1].float()
+        apart = 0.02 * torch.randn(of_response.shape, generator=generator).to(device)
+        mu[place], note = build_note(prompt.tolist(), response, (of_response + apart).log_softmax(-1), centering)
+        notes.append({NOTE: note.to_plain()})
     data = build_batch(
         {
             "prompts": nested([row[: sizes.prompt] for row in whole]),
@@ -167,22 +169,6 @@ def build_micro_batch(
     if notes:
         data[EXTRA_FIELDS] = NonTensorStack(*(NonTensorData(note) for note in notes))
     return data
-
-
-def draw_note(
-    tokens: Tensor, logits: Tensor, prompt: int, size: int, generator: torch.Generator
-) -> tuple[Tensor, dict[str, Any]]:
-    """Sample mu of a row's response by perturbing the model's logits; return mu and the row's likeliest tokens."""
-    noise = 0.02 * torch.randn(logits.shape, generator=generator)
-    log_q = (logits.float() + noise.to(logits.device)).log_softmax(-1)
-    values, ids = log_q.topk(size)
-    sampled = tokens[prompt:, None]
-    own = log_q.gather(-1, sampled)
-    answer = [torch.cat(pair, 1).flatten().tolist() for pair in ((sampled, ids), (own, values))]
-    note = SupportNote()
-    supports = read_supports(answer[0], answer[1], len(own), likeliest=True)
-    note.add(tokens[:prompt].tolist(), tokens[prompt:].tolist(), supports)
-    return own[:, 0], {NOTE: note.finish().to_plain()}
 
 
 def compute_logits(model: Any, ids: Any) -> Tensor:

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
+from scripts.benchmark.simulated_parts import build_note
 from tests.support import specs
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
@@ -85,19 +86,10 @@ class Sampler:
     def batch(self, size: int, change: Callable[[list[Any]], list[Any]] = lambda notes: notes) -> TensorDict:
         """The rows as the trainer sends them, with the K likeliest tokens of each position in their notes."""
         from recipe.offpolicy.centering.score_centering import FLAG
-        from recipe.offpolicy.support.token_supports import SupportNote, read_supports
         from verl.utils import tensordict_utils as tu
 
-        notes = []
-        for prompt, response, log_q in zip(self.rows.prompts, self.rows.responses, self.log_q, strict=True):
-            values, ids = log_q.topk(size)
-            own = log_q.gather(-1, response[:, None])
-            answer = torch.cat([response[:, None], ids], 1), torch.cat([own, values], 1)
-            flat = [each.flatten().tolist() for each in answer]
-            note = SupportNote()
-            found = read_supports(flat[0], flat[1], len(response), likeliest=True)
-            note.add(prompt.tolist(), response.tolist(), found)
-            notes.append(note.finish())
+        rows = zip(self.rows.prompts, self.rows.responses, self.log_q, strict=True)
+        notes = [build_note(prompt.tolist(), response, log_q, size)[1] for prompt, response, log_q in rows]
         data = sw.with_notes(self.rows, change(notes))
         tu.assign_non_tensor(data, **{FLAG: True})
         return data

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 import pandas
-import torch
 from collapse import in_process, results  # sets the environment of verl on a CPU
 from collapse.arms import FIRST_SEED, RATES
 from collapse.in_process import SampledRows, Trainer
@@ -33,7 +32,8 @@ from torch import Tensor
 
 from recipe.offpolicy.centering.score_centering import FLAG, install_centering
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.support.token_supports import NOTE, SupportNote, read_supports
+from recipe.offpolicy.support.token_supports import NOTE
+from scripts.benchmark.simulated_parts import build_note
 from scripts.harness import Records
 from verl.workers.config import FSDPActorConfig
 
@@ -55,17 +55,6 @@ def list_runs() -> Iterator[Planned]:
         yield from (Planned(setting=arm, seed=seed, seconds=45) for arm in ARMS)
 
 
-def build_note(prompt: Sequence[int], answer: Tensor, log_probs: Tensor) -> dict[str, Any]:
-    """Build the note of a row's likeliest tokens in the same way as the rollout servers' client."""
-    values, ids = log_probs.topk(SIZE)
-    own = log_probs.gather(-1, answer[:, None])
-    listed = torch.cat([answer[:, None], ids], 1).flatten().tolist()
-    found = read_supports(listed, torch.cat([own, values], 1).flatten().tolist(), len(answer), likeliest=True)
-    note = SupportNote()
-    note.add(prompt, answer.tolist(), found)
-    return {NOTE: note.finish().to_plain()}
-
-
 def build_trainer(model: Path, config: FSDPActorConfig) -> Trainer:
     """Build a trainer whose engine can centre scores."""
     trainer = Trainer(model, config)
@@ -79,7 +68,8 @@ def train(run: Planned, model: Path, steps: int = STEPS) -> Records:
 
     def annotate(rows: SampledRows, log_probs: Sequence[Tensor]) -> None:
         prompts = [each.tolist() for each in rows.prompts]
-        rows.notes = [build_note(*each) for each in zip(prompts, rows.responses, log_probs, strict=True)]
+        drawn = zip(prompts, rows.responses, log_probs, strict=True)
+        rows.notes = [{NOTE: build_note(*each, SIZE)[1].to_plain()} for each in drawn]
         rows.flags = {FLAG: spec.centering is not None}
 
     return in_process.train(

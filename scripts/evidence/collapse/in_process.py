@@ -93,32 +93,27 @@ class SampledRows:
         return data
 
 
-def join_process_group() -> None:
-    """Set the variables that Ray sets for a single worker."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def build_actor_config(rate: float, *, prompts: int, rollouts: int) -> FSDPActorConfig:
-    """Build verl's ActorConfig for a mini-batch of this many prompts."""
-    precision = {"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"}
+def build_actor_config(rate: float) -> FSDPActorConfig:
+    """Build verl's configuration of an actor, with as many prompts in a mini-batch as the plan says."""
+    prompts = arms.PROMPTS // arms.MINI_BATCHES
+    engine = FSDPEngineConfig(
+        strategy="fsdp2",
+        dtype="float32",
+        model_dtype="float32",
+        use_torch_compile=False,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=prompts * arms.ROLLOUTS,
+        wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+        mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
+    )
     return FSDPActorConfig(
         strategy="fsdp2",
         ppo_mini_batch_size=prompts,
-        ppo_micro_batch_size_per_gpu=prompts * rollouts,
-        rollout_n=rollouts,
+        ppo_micro_batch_size_per_gpu=prompts * arms.ROLLOUTS,
+        rollout_n=arms.ROLLOUTS,
         use_torch_compile=False,
         optim=FSDPOptimizerConfig(lr=rate, total_training_steps=10),
-        fsdp_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            dtype="float32",
-            model_dtype="float32",
-            use_torch_compile=False,
-            wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
-            mixed_precision=precision,
-        ),
+        fsdp_config=engine,
     )
 
 
@@ -131,15 +126,12 @@ class Trainer:
     """
 
     def __init__(self, model: Path, actor: FSDPActorConfig) -> None:
-        engine = actor.fsdp_config
-        engine.use_dynamic_bsz = False
-        engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
         self._config = actor
         plain: Any = {"use_remove_padding": False, "enable_gradient_checkpointing": False}
         config = TrainingWorkerConfig(
             model_type="language_model",
             model_config=HFModelConfig(path=str(model), override_config={"attn_implementation": "sdpa"}, **plain),
-            engine_config=engine,
+            engine_config=actor.fsdp_config,
             optimizer_config=actor.optim,
             checkpoint_config=actor.checkpoint,
         )
@@ -162,8 +154,8 @@ class Trainer:
         found = self._worker.infer_batch(data)["log_probs"]
         return list(response_from_nested(found, data["response_mask"]).unbind())
 
-    def update(self, loss: OffPolicyLoss, spec: CorrectionSpec, rows: SampledRows, step: int) -> dict[str, Any]:
-        """Train on the rows, in mini-batches of the configured size and in their order; return the worker's metrics."""
+    def update(self, loss: OffPolicyLoss, spec: CorrectionSpec, rows: SampledRows, step: int) -> None:
+        """Train on the rows, in mini-batches of the configured size and in their order."""
         data = rows.to_tensordict()
         size = self._config.ppo_mini_batch_size * self._config.rollout_n
         plan = SharedPlan(step=step, constants=compute_constants(spec, data))
@@ -171,8 +163,7 @@ class Trainer:
         settings = {"calculate_entropy": False, "temperature": 1.0, "global_batch_size": size, "mini_batch_size": size}
         tu.assign_non_tensor(data, **settings, **loader, **{PLAN: plan})
         self._worker.set_loss_fn(loss)
-        metrics: dict[str, Any] = self._worker.train_mini_batch(data)["metrics"]
-        return metrics
+        self._worker.train_mini_batch(data)
 
 
 class MeasuredLoss(OffPolicyLoss):
@@ -279,7 +270,7 @@ def train(
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     task = Spelling(model)
-    config = build_actor_config(rate, prompts=arms.PROMPTS // arms.MINI_BATCHES, rollouts=arms.ROLLOUTS)
+    config = build_actor_config(rate)
     trainer = build_trainer(model, config)
     sampler = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ring: deque[dict[str, Tensor]] = deque(maxlen=eta + 1)
@@ -349,7 +340,10 @@ def _measure(
 @cache
 def begin() -> Path:
     """Set the variables that Ray sets for a single worker; return the folder of the model from which runs start."""
-    join_process_group()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return find_start_model()
 
 
