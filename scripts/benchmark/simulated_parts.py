@@ -20,7 +20,7 @@ from torch import Tensor
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch import padding, plan, weight_versions
 from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, rollout_stage, step_stage, turns
-from recipe.offpolicy.support.token_supports import SupportNote, read_supports
+from recipe.offpolicy.support.token_supports import RowSupports, SupportNote, read_supports
 from recipe.offpolicy.worker.metrics import METRIC_KEY
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
@@ -148,7 +148,7 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
     return data
 
 
-def build_note(prompt: Sequence[int], response: Tensor, log_q: Tensor, size: int) -> tuple[Tensor, SupportNote]:
+def build_note(prompt: Sequence[int], response: Tensor, log_q: Tensor, size: int) -> tuple[Tensor, RowSupports]:
     """Build the note of a row's likeliest tokens in the same way as the rollout servers' client.
 
     Args:

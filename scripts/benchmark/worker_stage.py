@@ -145,7 +145,9 @@ def build_micro_batch(
     old = [row[sizes.prompt - 1 : -1].float() for row in found]
     noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
     mu, notes = [row + apart for row, apart in zip(old, noise, strict=True)], []
-    for place, (tokens, row) in enumerate(zip(whole, logits, strict=True) if centering is not None else ()):
+    for place, (tokens, row) in enumerate(zip(whole, logits, strict=True)):
+        if centering is None:
+            break
         prompt, response = tokens.split([sizes.prompt, len(tokens) - sizes.prompt])
         of_response = row[sizes.prompt - 1 : len(tokens) - 1].float()
         apart = 0.02 * torch.randn(of_response.shape, generator=generator).to(device)

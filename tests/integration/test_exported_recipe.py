@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from scripts.quickstart.options import build_child_environment
+from tests.integration.test_programs import METRIC, STEP
 from tests.support.paths import ROOT
 from tests.support.whole_runs import build_launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1")]
 
 STEPS, LIMIT = 2, 900.0
-METRIC = re.compile(r"(offpolicy/[\w/]+):(?:np\.float\d+\()?(-?\d[\d.]*(?:e[-+]?\d+)?)")
 KEYS = {
     "data.train_batch_size": 16,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
@@ -48,7 +48,7 @@ def test_it_trains_or_stops(
         **build_child_environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}, "cpu", ROOT),
     )
     assert not finished.timed_out, finished.output[-3000:]
-    steps = [dict(METRIC.findall(line)) for line in re.findall(r"step:\d+ - (.*)", finished.output)]
+    steps = [dict(METRIC.findall(line)) for line in STEP.findall(finished.output)]
     if faulty:
         assert finished.returncode != 0
         assert "NotLive" in finished.output, finished.output[-3000:]

@@ -22,7 +22,9 @@ DYNAMIC = (
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512",
 )
+TWO_GPUS = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2", "ray_kwargs.ray_init.num_cpus=24")
 PROOFS = "offpolicy.prove_every=2"
+EXTENSIONS = ("ess_lr", "length_penalty", "pass_at_k", "optimal_baseline", "turn_credit", "process_reward", "opd")
 RUNS: dict[str, tuple[str, ...]] = {
     "the quickstart's": (),
     "with KL": KL,
@@ -36,12 +38,17 @@ RUNS: dict[str, tuple[str, ...]] = {
     "epochs and dynamic batches": ("actor_rollout_ref.actor.ppo_epochs=2", *DYNAMIC),
     # 105 rows, which verl pads to 112: one rank has 53 of them and the other 52.
     "uneven ranks": (
-        "trainer.n_gpus_per_node=2",
-        "ray_kwargs.ray_init.num_gpus=2",
-        "ray_kwargs.ray_init.num_cpus=24",
+        *TWO_GPUS,
         "data.train_batch_size=15",
         "actor_rollout_ref.rollout.n=7",
         *DYNAMIC,
+    ),
+    "Megatron": (
+        "platform=cpu_megatron",
+        "model_engine=megatron",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "correction=[tis_token,gsm]",
+        *TWO_GPUS,
     ),
     "colocated": (COLOCATED, "offpolicy.staleness.eta=1"),
     "too old: mask": (SEPARATE, "offpolicy.staleness.eta=1", "offpolicy.staleness.too_old=mask"),
@@ -81,19 +88,7 @@ def check_healthy(steps: Sequence[Mapping[str, float]], expected: Iterable[int])
         name.removeprefix("offpolicy/live/"): value for name, value in steps[-1].items() if "offpolicy/live/" in name
     }
     assert last["delivery"] == last["own_rows"] == last["factor"] == last["denominators"] == 1.0, last
-    sections = [
-        last[name]
-        for name in (
-            "ess_lr",
-            "length_penalty",
-            "pass_at_k",
-            "optimal_baseline",
-            "turn_credit",
-            "process_reward",
-            "opd",
-        )
-        if name in last
-    ]
+    sections = [value for name, value in last.items() if name in EXTENSIONS]
     assert set(sections) <= {1.0}, last
     # A seal is 12 bytes, and the columns of a correction have at most 96 a row.
     assert 3.0 <= last["sealed"] <= (8.0 if not sections else 16.0), last

@@ -173,39 +173,14 @@ def stops(match: str, engine: Any, mapping: dict[str, Any], **kwargs: Any) -> No
         first_update(engine, mapping, rollout=with_versions(tw.make_rollout()), **kwargs)
 
 
-TURN_MASK = GSM | {"level": "turn"}
 SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sequence for turn": ({"masks": {"m": TURN_MASK}}, {"masks": {"m": GSM}}),
+    "sequence for turn": ({"masks": {"m": GSM | {"level": "turn"}}}, {"masks": {"m": GSM}}),
     "any for geometric": ({"masks": {"m": GSM | {"aggregate": "any"}}}, {"masks": {"m": GSM}}),
-    "k2 for k3": (
-        {"masks": {"m": GSM | {"aggregate": "k3_mean", "lower": None, "upper": 0.05}}},
-        {"masks": {"m": GSM | {"aggregate": "k2_mean", "lower": None, "upper": 0.05}}},
-    ),
     "token's sign for the row's": ({"masks": {"m": OPSM | {"sign": "token"}}}, {"masks": {"m": OPSM}}),
-    "inverted k1": (
-        {"masks": {"m": GSM | {"aggregate": "k1_mean", "lower": -0.2, "upper": 0.1}}},
-        {"masks": {"m": GSM | {"aggregate": "k1_mean", "lower": -0.1, "upper": 0.2}}},
-    ),
-    "truncate for reject": (
-        {"weight": TIS_TOKEN | {"kind": "reject"}},
-        {"weight": TIS_TOKEN},
-    ),
-    "geometric for product": (
-        {"weight": TIS_TOKEN | {"level": "sequence"}},
-        {"weight": TIS_TOKEN | {"level": "sequence", "aggregate": "geometric"}},
-    ),
+    "truncate for reject": ({"weight": TIS_TOKEN | {"kind": "reject"}}, {"weight": TIS_TOKEN}),
     "not normalised": ({"weight": TIS_TOKEN | {"normalize": True}}, {"weight": TIS_TOKEN}),
-    "no limit of age": ({"masks": {"m": STALE}}, {"masks": {"m": STALE | {"upper": 99}}}),
     "age of the row for the token's": ({"masks": {"m": STALE}}, {"masks": {"m": STALE | {"level": "sequence"}}}),
     "a band for every age": ({"masks": {"m": GSM | {"by_staleness": [1.0, 1.5]}}}, {"masks": {"m": GSM}}),
-    "another budget's cut": (
-        {
-            "masks": {
-                "m": {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
-            }
-        },
-        {"masks": {"m": GSM | {"level": "token", "lower": 0.5, "upper": 2.0}}},
-    ),
 }
 
 
