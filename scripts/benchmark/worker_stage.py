@@ -145,14 +145,13 @@ def build_micro_batch(
     old = [row[sizes.prompt - 1 : -1].float() for row in found]
     noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
     mu, notes = [row + apart for row, apart in zip(old, noise, strict=True)], []
-    for place, (tokens, row) in enumerate(zip(whole, logits, strict=True)):
-        if centering is None:
-            break
-        prompt, response = tokens.split([sizes.prompt, len(tokens) - sizes.prompt])
-        of_response = row[sizes.prompt - 1 : len(tokens) - 1].float()
-        apart = 0.02 * torch.randn(of_response.shape, generator=generator).to(device)
-        mu[place], note = build_note(prompt.tolist(), response, (of_response + apart).log_softmax(-1), centering)
-        notes.append({NOTE: note.to_plain()})
+    if centering is not None:
+        for place, (tokens, row) in enumerate(zip(whole, logits, strict=True)):
+            prompt, response = tokens.split([sizes.prompt, len(tokens) - sizes.prompt])
+            of_response = row[sizes.prompt - 1 : len(tokens) - 1].float()
+            apart = 0.02 * torch.randn(of_response.shape, generator=generator).to(device)
+            mu[place], note = build_note(prompt.tolist(), response, (of_response + apart).log_softmax(-1), centering)
+            notes.append({NOTE: note.to_plain()})
     data = build_batch(
         {
             "prompts": nested([row[: sizes.prompt] for row in whole]),

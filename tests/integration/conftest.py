@@ -14,13 +14,20 @@ from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="session")
-def engine_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
-    """Makes real verl TrainingWorkers of a tiny model in this process, one rank on gloo."""
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, for real verl TrainingWorkers in this process, one rank on gloo."""
     from tests.support import training_worker as tw
 
     tw.join_process_group()
-    model = tw.tiny_model(tmp_path_factory.mktemp("model"))
-    return lambda: tw.start_worker(model)
+    return tw.tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def engine_factory(dense_model: Path) -> Callable[[], Any]:
+    """Makes real verl TrainingWorkers of a tiny model."""
+    from tests.support import training_worker as tw
+
+    return lambda: tw.start_worker(dense_model)
 
 
 @pytest.fixture(scope="session")

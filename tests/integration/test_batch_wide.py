@@ -95,3 +95,19 @@ def test_shadows_touch_no_gradient(engine: Any) -> None:
     assert 0.0 < seen["shadow/gsm/keep_sequence_share"] < 1.0
     assert seen["shadow/kept_none/keep_token_share"] == 0.0
     assert seen["keep/token_share"] == 1.0
+
+
+def test_the_age_of_rows_is_where_the_batch_is() -> None:
+    """verl notes versions on the host; statistics on a device must not meet them there."""
+    from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_staleness
+    from recipe.offpolicy.batch.plan import SharedPlan
+    from recipe.offpolicy.batch.weight_versions import RowVersions
+
+    column = torch.zeros(3, 2, device="meta")
+    versions = RowVersions(torch.tensor([4, 3, 9]), torch.tensor([4, 4, 9]))
+    batch = MicroBatch(*[column] * 6, versions=versions, plan=SharedPlan(step=5))
+    age = compute_staleness(batch)
+    assert age is not None
+    assert age.device == column.device
+    here = MicroBatch(*[torch.zeros(3, 2)] * 6, versions=versions, plan=SharedPlan(step=5))
+    assert compute_staleness(here).tolist() == [0, 1, 0]  # type: ignore[union-attr]

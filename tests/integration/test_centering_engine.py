@@ -30,14 +30,8 @@ MASKED, GSM = {"masks": {"tm": MASK}}, {"masks": {"gsm": specs.GSM}}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tw.join_process_group()
-    return tw.tiny_model(tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
-def start(model: Path) -> Callable[..., Any]:
-    return partial(start_centering, model)
+def start(dense_model: Path) -> Callable[..., Any]:
+    return partial(start_centering, dense_model)
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +40,22 @@ def worker(start: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def sampler(model: Path, worker: Any) -> Sampler:
-    return Sampler(model, worker)
+def sampler(dense_model: Path, worker: Any) -> Sampler:
+    return Sampler(dense_model, worker)
 
 
 @pytest.fixture(scope="module")
-def enumerated(model: Path, sampler: Sampler) -> Any:
+def enumerated(dense_model: Path, sampler: Sampler) -> Any:
     """The reference's gradient, by the name of a correction and K."""
-    return cache(lambda name, size: sampler.enumerate_gradient(model, PLAIN[name], size))
+    return cache(lambda name, size: sampler.enumerate_gradient(dense_model, PLAIN[name], size))
 
 
-def start_centering(model: Path, **settings: Any) -> Any:
+def start_centering(dense_model: Path, **settings: Any) -> Any:
     from types import SimpleNamespace
 
     from recipe.offpolicy.centering.score_centering import install_centering
 
-    worker = tw.start_worker(model, **settings)
+    worker = tw.start_worker(dense_model, **settings)
     install_centering(SimpleNamespace(actor=worker))
     return worker
 
@@ -69,11 +63,11 @@ def start_centering(model: Path, **settings: Any) -> Any:
 class Sampler:
     """Rows, and a sampler whose logits are the model's with noise: q of each position over the vocabulary."""
 
-    def __init__(self, model: Path, worker: Any) -> None:
+    def __init__(self, dense_model: Path, worker: Any) -> None:
         from transformers import AutoModelForCausalLM
 
         self.rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.0)
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        reference = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float64)
         generator = torch.Generator().manual_seed(3)
         self.log_q = []
         for prompt, response in zip(self.rows.prompts, self.rows.responses, strict=True):
@@ -94,11 +88,11 @@ class Sampler:
         tu.assign_non_tensor(data, **{FLAG: True})
         return data
 
-    def enumerate_gradient(self, model: Path, plain: dict[str, Any], size: int) -> dict[str, Tensor]:
+    def enumerate_gradient(self, dense_model: Path, plain: dict[str, Any], size: int) -> dict[str, Tensor]:
         """The gradient of the paper's loss, written out: -A f log p(token) + A sum_H sg(m - a p) log p, in float64."""
         from transformers import AutoModelForCausalLM
 
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        reference = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float64)
         total, count = torch.zeros((), dtype=torch.float64), 0
         for row, (prompt, response) in enumerate(zip(self.rows.prompts, self.rows.responses, strict=True)):
             log_p = reference(torch.cat([prompt, response])[None]).logits[0][len(prompt) - 1 : -1].log_softmax(-1)

@@ -20,22 +20,16 @@ RATE = 1e-2
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tw.join_process_group()
-    return tw.tiny_model(tmp_path_factory.mktemp("scaled"))
+def rows(dense_model: Path) -> tw.Rollout:
+    return tw.add_log_probs(tw.start_worker(dense_model), tw.make_rollout(), mismatch=0.1)
 
 
-@pytest.fixture(scope="module")
-def rows(model: Path) -> tw.Rollout:
-    return tw.add_log_probs(tw.start_worker(model), tw.make_rollout(), mismatch=0.1)
-
-
-def start(model: Path, *, scaled: bool = True) -> Any:
+def start(dense_model: Path, *, scaled: bool = True) -> Any:
     """A worker whose rate warms up over four updates: 0, 1/4, 1/2, 3/4 of it."""
     from recipe.offpolicy.extensions.vcpo import scale_steps
     from verl.utils.torch_functional import get_constant_schedule_with_warmup
 
-    worker = tw.start_worker(model)
+    worker = tw.start_worker(dense_model)
     engine = worker.engine
     engine.lr_scheduler = get_constant_schedule_with_warmup(optimizer=engine.optimizer, num_warmup_steps=4)
     engine.checkpoint_manager.lr_scheduler = engine.lr_scheduler
@@ -61,10 +55,10 @@ def rates(worker: Any) -> tuple[float, float, float]:
     return engine.optimizer.param_groups[0]["lr"], engine.lr_scheduler.get_last_lr()[0], engine.lr_scheduler.base_lrs[0]
 
 
-def test_the_factor_multiplies_each_step_and_never_the_next(model: Path, rows: tw.Rollout) -> None:
+def test_the_factor_multiplies_each_step_and_never_the_next(dense_model: Path, rows: tw.Rollout) -> None:
     from recipe.offpolicy.extensions.vcpo import find_wrong_rate
 
-    worker = start(model)
+    worker = start(dense_model)
     for number, factor in enumerate(FACTORS):
         planned = RATE * number / 4
         reports = update(worker, rows, factor)
@@ -73,11 +67,13 @@ def test_the_factor_multiplies_each_step_and_never_the_next(model: Path, rows: t
         ] * 2
         assert find_wrong_rate(reports, factor) is None
         assert rates(worker) == (RATE * (number + 1) / 4, RATE * (number + 1) / 4, RATE)
+    missing = find_wrong_rate(update(worker, rows, None), 0.5)
+    assert missing == "the worker's factor is None, but the trainer's is 0.5"
 
 
-def test_a_factor_of_one_is_verls_own_to_the_bit_and_half_is_half_the_rate(model: Path, rows: tw.Rollout) -> None:
-    scaled, plain, slower = start(model), start(model, scaled=False), start(model, scaled=False)
-    half = start(model)
+def test_a_factor_of_one_is_verls_own_to_the_bit_and_half_is_half_the_rate(dense_model: Path, rows: tw.Rollout) -> None:
+    scaled, plain, slower = start(dense_model), start(dense_model, scaled=False), start(dense_model, scaled=False)
+    half = start(dense_model)
     slower.engine.lr_scheduler.base_lrs = [RATE / 2]
     for _ in range(3):
         for worker, factor in ((scaled, 1.0), (plain, None), (half, 0.5), (slower, None)):
@@ -88,8 +84,8 @@ def test_a_factor_of_one_is_verls_own_to_the_bit_and_half_is_half_the_rate(model
     assert not all(torch.equal(found[0][name], found[2][name]) for name in found[0])
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model: Path, rows: tw.Rollout, tmp_path: Path) -> None:
-    whole, first, second = start(model), start(model), start(model)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(dense_model: Path, rows: tw.Rollout, tmp_path: Path) -> None:
+    whole, first, second = start(dense_model), start(dense_model), start(dense_model)
     for factor in FACTORS:
         update(whole, rows, factor)
     for factor in FACTORS[:2]:

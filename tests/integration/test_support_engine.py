@@ -23,14 +23,8 @@ Supports = list[list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tw.join_process_group()
-    return tw.tiny_model(tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
-def start(model: Path) -> Callable[..., Any]:
-    return cache(partial(sw.start, model))
+def start(dense_model: Path) -> Callable[..., Any]:
+    return cache(partial(sw.start, dense_model))
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +73,11 @@ def report_of(metrics: dict[str, Any]) -> Any:
     return report
 
 
-def enumerate_log_probs(model: Path, rows: tw.Rollout, supports: Supports, temperature: float) -> list[Tensor]:
+def enumerate_log_probs(dense_model: Path, rows: tw.Rollout, supports: Supports, temperature: float) -> list[Tensor]:
     """By hand: the model's float64 softmax at a temperature, summed over each token's support."""
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    reference = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float64)
     found = []
     for prompt, response, given in zip(rows.prompts, rows.responses, supports, strict=True):
         logits = reference(torch.cat([prompt, response])[None]).logits[0] / temperature
@@ -99,7 +93,7 @@ def enumerate_log_probs(model: Path, rows: tw.Rollout, supports: Supports, tempe
 @pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
 def test_log_probs_are_those_over_the_support(
     start: Callable[..., Any],
-    model: Path,
+    dense_model: Path,
     rows: tw.Rollout,
     supports: Supports,
     layout: dict[str, Any],
@@ -107,7 +101,7 @@ def test_log_probs_are_those_over_the_support(
     temperature = 0.7
     data = sw.with_supports(rows, supports)
     output = forward(start(**layout), data, temperature)
-    wanted = enumerate_log_probs(model, rows, supports, temperature)
+    wanted = enumerate_log_probs(dense_model, rows, supports, temperature)
     for found, exact in zip(tw.responses(output, data), wanted, strict=True):
         torch.testing.assert_close(found.double(), exact.detach(), rtol=0, atol=2e-5)
     # Entropy stays over the vocabulary, and nothing else of the worker's is handed out.
@@ -137,14 +131,14 @@ def test_whole_supports_are_the_plain_engine_to_the_bit(
 
 @pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
 def test_the_gradient_is_that_of_the_truncated_policy(
-    start: Callable[..., Any], model: Path, on_policy: tw.Rollout, supports: Supports, layout: dict[str, Any]
+    start: Callable[..., Any], dense_model: Path, on_policy: tw.Rollout, supports: Supports, layout: dict[str, Any]
 ) -> None:
     """verl's loss where pi is pi_old: each token's gradient is -A grad log pi over the support, over all tokens."""
     from transformers import AutoModelForCausalLM
 
     data = sw.with_supports(on_policy, supports)
     _, found = gradients(start(**layout), data, micro_batch_size=4)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    reference = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float64)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, (prompt, response) in enumerate(zip(on_policy.prompts, on_policy.responses, strict=True)):
         logits = reference(torch.cat([prompt, response])[None]).logits[0][len(prompt) - 1 :]
@@ -305,3 +299,8 @@ def test_supports_that_are_not_the_tokens_own_stop_the_first_update(
         gradients(worker, data)
     with pytest.raises(SupportError, match=named):
         forward(worker, data)
+
+
+def test_a_batch_that_is_not_flagged_is_verls_own(worker: Any, plain: Any, rows: tw.Rollout) -> None:
+    one, other = (forward(each, rows.to_tensordict()) for each in (worker, plain))
+    assert (one["log_probs"].values() - other["log_probs"].values()).abs().max() < 1e-5

@@ -117,28 +117,18 @@ def place_in(fork: Path) -> str:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("fork", ["own recipe", "submodule, populated"], indirect=True)
-def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path) -> None:
+@pytest.mark.parametrize(
+    "fork", ["own recipe", "submodule, populated", "no recipe", "submodule, not initialised"], indirect=True
+)
+def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path, request: pytest.FixtureRequest) -> None:
+    """Smoke-tested where there is another recipe."""
+    smoke = request.node.callspec.params["fork"] in ("own recipe", "submodule, populated")
     before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
-    copied = script(fork)
+    copied = script(fork, *([] if smoke else ["--no-smoke"]))
     assert copied.returncode == 0, copied.stdout + copied.stderr
-    assert tuple(re.findall(r"^    (\S.*?) +ok +[\d.]+ s", copied.stdout, re.M)) == STEPS
-    assert f"LIVE through verl {RELEASE} in {fork / 'verl'}: 14 tokens" in copied.stdout
-    copied_files(fork, before, status)
-    _run_as_printed(fork, copied.stdout)
-    undone = script(fork, "--undo")
-    assert undone.returncode == 0, undone.stderr
-    assert content(fork) == before
-    assert git(fork, "status", "--porcelain", "-uall") == status
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("fork", ["no recipe", "submodule, not initialised"], indirect=True)
-def test_a_copy_is_found_where_there_is_no_other_recipe(fork: Path) -> None:
-    before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
-    copied = script(fork, "--no-smoke")
-    assert copied.returncode == 0, copied.stderr
-    assert "smoke" not in copied.stdout
+    if smoke:
+        assert tuple(re.findall(r"^    (\S.*?) +ok +[\d.]+ s", copied.stdout, re.M)) == STEPS
+        assert f"LIVE through verl {RELEASE} in {fork / 'verl'}: 14 tokens" in copied.stdout
     copied_files(fork, before, status)
     code = "import verl, recipe.offpolicy as r, verl_patches as p; print(verl.__file__, r.__file__, p.__file__)"
     command = f"cd {fork} && {exported(copied.stdout)} && {sys.executable} -B -c {code!r}"
@@ -146,8 +136,11 @@ def test_a_copy_is_found_where_there_is_no_other_recipe(fork: Path) -> None:
     here = fork / place_in(fork)
     wanted = (fork / "verl", here / "recipe/offpolicy", here / "verl_patches")
     assert found.stdout.split() == [str(package / "__init__.py") for package in wanted], found.stderr
-    assert script(fork, "--undo").returncode == 0
+    _run_as_printed(fork, copied.stdout)
+    undone = script(fork, "--undo")
+    assert undone.returncode == 0, undone.stderr
     assert content(fork) == before
+    assert git(fork, "status", "--porcelain", "-uall") == status
 
 
 def exported(printed: str) -> str:
