@@ -12,11 +12,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig
 
 from ..batch.declared_keys import Rule, Section, choice, count, number, read_shipped_defaults
+from ..extensions.setting_checks import declare_keys
+
+_ADAPT = ("adapt.ess", ...)
+_Batches = Annotated[float, number("a number of batches, 0 or more", 0, read_with=_ADAPT)]
+_Count = Annotated[int, count("a number, 1 or more", read_with=_ADAPT)]
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,13 @@ class AdaptSettings:
         step: amount by which eta changes.
     """
 
-    ess: float
-    trainer_wait: float
-    floor: float
-    ceiling: float
-    every: int
-    patience: int
-    step: float
+    ess: Annotated[float, number("a share above 0 and up to 1, or null for a fixed eta", above=0, most=1, null=True)]
+    trainer_wait: Annotated[float, number("a share of a step, 0 or more and below 1", 0, below=1, read_with=_ADAPT)]
+    floor: _Batches
+    ceiling: _Batches
+    every: _Count
+    patience: _Count
+    step: Annotated[float, number("a number of batches above 0", above=0, read_with=_ADAPT)]
 
 
 _STATE = ("since", "unsettled", "low", "lacked", "demanded")
@@ -150,9 +155,9 @@ class StalenessSettings:
         adapt: how eta adapts; None if eta is fixed.
     """
 
-    eta: float
-    too_old: TooOld
-    refresh_limit: int
+    eta: Annotated[float, number("a number of batches, 0 or more, or null for verl's own keys", 0, null=True)]
+    too_old: Annotated[TooOld, choice(*get_args(TooOld), read_with=("eta", ...))]
+    refresh_limit: Annotated[int, count("a number of times, 1 or more", read_with=("too_old", "refresh"))]
     adapt: AdaptSettings | None
 
     @classmethod
@@ -182,22 +187,10 @@ class StalenessSettings:
         return self.too_old in ("mask", "refresh")
 
 
-_ADAPT = ("adapt.ess", ...)
 KEYS = Section(
     SECTION,
     read_shipped_defaults("staleness"),
-    {
-        "eta": number("a number of batches, 0 or more, or null for verl's own keys", 0, null=True),
-        "too_old": choice(*get_args(TooOld), read_with=("eta", ...)),
-        "refresh_limit": count("a number of times, 1 or more", read_with=("too_old", "refresh")),
-        "adapt.ess": number("a share above 0 and up to 1, or null for a fixed eta", above=0, most=1, null=True),
-        "adapt.trainer_wait": number("a share of a step, 0 or more and below 1", 0, below=1, read_with=_ADAPT),
-        "adapt.floor": number("a number of batches, 0 or more", 0, read_with=_ADAPT),
-        "adapt.ceiling": number("a number of batches, 0 or more", 0, read_with=_ADAPT),
-        "adapt.every": count("a number, 1 or more", read_with=_ADAPT),
-        "adapt.patience": count("a number, 1 or more", read_with=_ADAPT),
-        "adapt.step": number("a number of batches above 0", above=0, read_with=_ADAPT),
-    },
+    declare_keys(StalenessSettings) | declare_keys(AdaptSettings, "adapt."),
     (
         Rule(
             "too_old",

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from ...batch.declared_keys import Key, Rule, choice, count, flag, number
+from ...batch.declared_keys import Key, Rule, choice, count, number
 from ...correction import SpecError
 from ...correction.problem import CheckError
 from ...fault_tolerance.redaction import HIDDEN, redact_text
-from ..setting_checks import SectionSettings
+from ..setting_checks import SectionSettings, declare_keys
 
 COEF = {"advantage": 1.0, "loss": 0.01}
 """Factor of the signal if ``coef`` is null."""
+
+
+_HEADERS = "headers, each with the name of the environment variable that holds its value, or null"
+_API_KEY = "the name of the environment variable that holds the key, or null"
+_TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,16 @@ class TeacherSettings:
     """
 
     urls: tuple[str, ...]
-    model: str | None = None
-    tokenizer: str | None = None
-    concurrency: int = 32
-    timeout: float = 600.0
-    probe_every: int | None = 50
-    retries: int = 2
+    model: Annotated[str | None, _TEXT] = None
+    tokenizer: Annotated[str | None, _TEXT] = None
+    concurrency: Annotated[int, count("a number of requests, 1 or more")] = 32
+    timeout: Annotated[float, number("seconds above 0", above=0)] = 600.0
+    probe_every: Annotated[int | None, count("a number of steps, 1 or more, or null", null=True)] = 50
+    retries: Annotated[int, count("a number of times, 0 or more", 0)] = 2
     other_template: bool = False
-    api_key: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    # ``_read_teacher`` checks these two keys, because its messages must not show the values.
+    api_key: Annotated[str | None, Key(lambda value: True, _API_KEY)] = None
+    headers: Annotated[Mapping[str, str], Key(lambda value: True, _HEADERS)] = field(default_factory=dict)
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -136,7 +142,8 @@ class OpdSettings(SectionSettings):
     def keys(cls) -> dict[str, Key]:
         """Map each key of the section to its declaration."""
         own = super().keys()
-        return {"mode": own.pop("mode")} | _TEACHER | own
+        teacher = {"teacher.url": _URL, **declare_keys(TeacherSettings, "teacher."), "teacher.sources": _SOURCES}
+        return {"mode": own.pop("mode")} | teacher | own
 
     @property
     def shown(self) -> str:
@@ -211,23 +218,8 @@ def _is_address(value: object) -> bool:
         return False
 
 
-_HEADERS = "headers, each with the name of the environment variable that holds its value, or null"
-_API_KEY = "the name of the environment variable that holds the key, or null"
-_TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
-_TEACHER = {
-    "teacher.url": Key(_are_addresses, "an address such as http://127.0.0.1:8100, or a list of them"),
-    "teacher.model": _TEXT,
-    "teacher.tokenizer": _TEXT,
-    "teacher.concurrency": count("a number of requests, 1 or more"),
-    "teacher.timeout": number("seconds above 0", above=0),
-    "teacher.probe_every": count("a number of steps, 1 or more, or null", null=True),
-    "teacher.retries": count("a number of times, 0 or more", 0),
-    "teacher.other_template": flag(),
-    "teacher.api_key": Key(lambda value: True, _API_KEY),
-    "teacher.headers": Key(lambda value: True, _HEADERS),
-    "teacher.sources": Key(
-        lambda value: value is None or isinstance(value, Mapping),
-        "data sources, each with the keys of its teacher, or null",
-    ),
-}
-"""Keys of ``teacher``, which the data sources' own teachers inherit."""
+_URL = Key(_are_addresses, "an address such as http://127.0.0.1:8100, or a list of them")
+_SOURCES = Key(
+    lambda value: value is None or isinstance(value, Mapping),
+    "data sources, each with the keys of its teacher, or null",
+)
