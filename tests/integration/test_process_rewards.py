@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 
-from scripts.quickstart.sums import INSTRUCTION, to_row
 from tests.support.whole_runs import broken
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1")]
@@ -22,29 +19,6 @@ OTHER = "holds other weights, or reads a stale prefix cache"
 def test_weights_that_were_not_synchronised_stop_the_step_behind(run_program: Callable[..., Any]) -> None:
     """The second synchronisation sends the first one's weights again, under the new version."""
     run = broken(run_program, "stale_weights:2", *UNCHECKED, "process_reward=prefix_value", *PRECISE)
-    assert OTHER in run.log
-    assert len(run.steps) == 1
-
-
-def test_a_prefix_cache_that_was_kept_over_a_synchronisation_stops_the_step_behind(
-    run_program: Callable[..., Any], tmp_path: Path
-) -> None:
-    """The same prompts at each step, longer than a block of the cache: what the step before computed is found again."""
-    questions = [f"{'x' * 40} {INSTRUCTION}{' '.join(str(number))}" for number in range(1000, 1016)]
-    rows = [to_row((1, 0, 0, 0), index, "train") for index in range(len(questions))]
-    for row, question in zip(rows, questions, strict=True):
-        row["prompt"] = [{"role": "user", "content": question}]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
-    run = broken(
-        run_program,
-        "kept_cache:2",
-        *UNCHECKED,
-        "process_reward=prefix_value",
-        "process_reward.max_episodes=1",
-        f"data.train_files={tmp_path / 'train.parquet'}",
-        "actor_rollout_ref.actor.optim.lr=0.01",
-        *PRECISE,
-    )
     assert OTHER in run.log
     assert len(run.steps) == 1
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.recording import Recording
 from tests.support.paths import ROOT
 from tests.support.whole_runs import INJECTED, train
 
@@ -19,13 +21,15 @@ R3 = ("model=moe", "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3")
 pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.extended]
 
 
-def test_the_mismatch_falls_and_stays_low(run_program: Callable[..., Any]) -> None:
+def test_the_mismatch_falls_and_stays_low(run_program: Callable[..., Any], tmp_path: Path) -> None:
     """Experts are packed again after each synchronisation, or vLLM would sample by those of the step before.
 
     vLLM's routers are rounded, so that their choices differ; without that it is left to near ties of the weights that a
     warm start ends in, which differ by processor (docs/routing.md).
     """
-    run = train(run_program, *R3, "trainer.total_training_steps=4", **INJECTED, OFFPOLICY_INJECT="routers:0")
+    recorded = (f"offpolicy.record.dir={tmp_path / 'recording'}", "offpolicy.record.without_replay=true")
+    steps = "trainer.total_training_steps=4"
+    run = train(run_program, *R3, steps, *recorded, **INJECTED, OFFPOLICY_INJECT="routers:0")
     assert run.returncode == 0, run.output[-3000:]
     assert LIVE in run.log
     first, *later = run.steps
@@ -35,6 +39,13 @@ def test_the_mismatch_falls_and_stays_low(run_program: Callable[..., Any]) -> No
     assert first[f"{KEY}/gate_gradient"] == 1.0
     assert len(later) == 3
     assert all(step["offpolicy/kl/k3"] < 5 * first["offpolicy/kl/k3"] for step in later)
+    # What replay takes away is a part of its own in the attribution of a recording.
+    found = attribute(Recording(tmp_path / "recording")).whole
+    assert found.kl.routing is not None
+    assert found.kl.rollout + found.kl.routing + found.kl.drift == pytest.approx(1.0)
+    assert found.replayed_kl is not None
+    assert found.intervals["kl.routing"][0] > 0
+    assert found.kl.whole > found.replayed_kl
 
 
 @pytest.mark.parametrize("mode", ["+mode=separate_async_cpu", "trainer.v1.trainer_mode=colocate_async"])

@@ -301,3 +301,11 @@ def test_verls_own_weights_are_already_there(engine: Any) -> None:
     )
     with pytest.raises(ValueError, match=r"algorithm\.rollout_correction"):
         tw.update(engine, adapter(), data)
+
+
+def test_rejecting_everything_is_a_proof(engine: Any) -> None:
+    """Nothing is left of the gradient, as it must be: the correction is live, and the keep share says the rest."""
+    far = {"masks": {"gsm": GSM | {"lower": 1.0, "upper": 1.0}}}
+    live = first_update(engine, mapping=far)
+    assert live["proved"] == 1.0
+    assert live["gradient_tokens"] > 0

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.support import legacy_actor as la
-from tests.support.specs import GSM, OPSM, STACK, TIS_TOKEN
+from tests.support.specs import GSM, OPSM, STACK
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
@@ -59,43 +58,3 @@ def test_the_bounds_of_the_plan_make_the_update_and_are_proved() -> None:
     counted = {name: sum(one.parts) for name, one in merge_all(packet.histograms for packet in packets).items()}
     assert counted["gsm/distance"] == 8.0
     assert counted["opsm/distance"] == 4.0
-
-
-def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
-    """The trainer's own part: what it hands over once an alarm has fired."""
-    from tensordict import TensorDict
-
-    from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.monitor.alarm_settings import DEFAULTS
-    from recipe.offpolicy.trainer.supervision import Supervision
-    from recipe.offpolicy.worker.legacy_loss import Handover
-    from verl_patches.legacy.handover import HANDOVER
-
-    safer = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
-    ess = {"action": "fallback", "lower": 0.9999, "recovery_lower": 0.9999, "patience": 1}
-    ess["fallback"] = {"options": ["tis_token"], "correction": safer.to_mapping()}
-    keys = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
-    config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"actor": {"ppo_epochs": 1}},
-            "offpolicy": keys | {"alarms": {name: {"action": "off"} for name in DEFAULTS} | {"ess": ess}},
-        }
-    )
-    supervision = Supervision(CorrectionSpec.from_mapping({"masks": {"gsm": GSM}}), config)
-    batch = la.rollout()
-    start = la.parameters(la.model())
-    for place in range(2):
-        supervision.sampled(TensorDict(batch, batch_size=len(batch["responses"])))
-        supervision.begin()
-        data = la.handed(batch, {"masks": {"gsm": GSM}})
-        plan = data.meta_info[HANDOVER].plan
-        data.meta_info[HANDOVER] = Handover(supervision.spec, plan, supervision.proving)
-        got, metrics = la.moved(la.actor(), data)
-        supervision.collect(metrics)
-        assert supervision.metrics()["offpolicy/alarm/active_correction"] == place
-    assert supervision.spec == safer
-    expected = la.plain_update(batch, la.Plain({"weight": TIS_TOKEN}))
-    assert la.distance(expected, got, start) < EXACT
-    shown = supervision.metrics()
-    assert shown["offpolicy/live/proved"] == 1.0
-    assert shown["offpolicy/live/fingerprint"] == safer.fingerprint()

@@ -94,18 +94,3 @@ def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(tmp_path: Path, se
     at = rows.mini_batch[rows.row_of_token]
     moved = np.abs(rows.log_prob - np.concatenate([first[n, :k].numpy() for n, k in enumerate(np.diff(rows.offsets))]))
     assert moved[at == 0].max() < 1e-6 < moved[at == 1].max()
-
-
-def test_a_second_epoch_is_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
-    step = recorded(tmp_path, STACK, epochs=2)
-    assert len(seen) == 8
-    assert_recorded(step, seen[:4], STACK)
-
-
-def test_the_update_is_the_same(tmp_path: Path) -> None:
-    settings: dict[str, Any] = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
-    plain, _ = la.moved(la.actor(**settings), la.handed(la.rollout(), STACK, mini_rows=4))
-    watched, metrics = la.moved(la.actor(**settings), la.handed(la.rollout(), STACK, mini_rows=4, record=str(tmp_path)))
-    flush_all()
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
-    assert "offpolicy" in metrics

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, PROVE, REWARD, SCALE, UID, UpdateRows
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE
 from recipe.offpolicy.batch.weight_versions import VERSIONS
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
@@ -156,25 +156,6 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
         handover = sent.meta_info[HANDOVER]
         assert (handover.spec, handover.plan.prove) == (made.correction, True)
     assert sent.batch[PROVE].tolist().count(1) == 3  # 12 tokens are not enough
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_what_a_recording_needs_travels_along(legacy: bool, tmp_path: Path) -> None:
-    """To the legacy actor as small columns; the engine gets them from verl anyway."""
-    made = trainer(legacy)
-    made.config.offpolicy.record = {"dir": str(tmp_path)}
-    made.config.trainer = {"default_local_dir": "checkpoints", "resume_mode": "disable"}
-    made.recording = RunRecord(made.config, made.correction, {})
-    sent = made._with_plan(batch())
-    plan = sent.meta_info[HANDOVER].plan if legacy else sent.meta_info[PLAN]
-    assert plan.update == UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=2)
-    if legacy:
-        assert [bytes(row).decode() for row in sent.batch[UID].numpy()] == ["prompt"] * ROWS
-        assert sent.batch[REWARD].tolist() == REWARDS
-        assert sent.meta_info[HANDOVER].record.dir == str(tmp_path)
-    else:
-        assert {UID, REWARD}.isdisjoint(sent.batch.keys())
-        assert "uid" in sent.to_tensordict().keys()
 
 
 ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "correction": {"masks": {"p": GSM}}}}
