@@ -299,7 +299,6 @@ def _first_line(error: BaseException) -> str:
 
 
 MAGIC = b"PAR1"
-_DEEPEST, _MOST = 16, 1_000_000  # depth of nested structures, and entries of a list
 _FOOTER = 16 * 2**20  # bytes
 _HEADER = 4096  # bytes, with statistics of the page
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _STRUCT = 1, 2, 3, 7, 8, 9, 12  # parquet.thrift has no others
@@ -333,32 +332,30 @@ def read_declared_size(path: Path) -> DeclaredSize:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        footer = _read_footer(file)
-        groups = _entries(footer, 4)
-        rows = sum(_count(group, 3) for group in groups)
-        pages = [page for group in groups for column in _entries(group, 1) for page in _read_pages(file, column)]
+        try:
+            groups = _read_footer(file)[4]
+            rows = sum(_count(group, 3) for group in groups)
+            pages = [page for group in groups for column in group[1] for page in _read_pages(file, column[3])]
+        # Wrong offsets, counts and kinds of values lead to these.
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+            raise DeclaredError(f"its metadata are not valid: {type(error).__name__}") from error
     return DeclaredSize(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
 
 
 def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
     # The file ends with the footer's length (4 bytes) and the magic number, with which it also begins.
-    if end < 12:
-        raise DeclaredError("it is too short")
-    file.seek(end - 8)
+    file.seek(max(end - 8, 0))
     tail = file.read(8)
     length = int.from_bytes(tail[:4], "little")
-    if tail[4:] != MAGIC or length > min(end - 12, _FOOTER):
+    if end < 12 or tail[4:] != MAGIC or length > min(end - 12, _FOOTER):
         raise DeclaredError("its end is missing")
     file.seek(end - 8 - length)
     return _Compact(file.read(length)).structure()
 
 
-def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
+def _read_pages(file: BinaryIO, chunk: Fields) -> Iterator[tuple[int, int]]:
     """Yield (values, unpacked bytes) of each page of a column chunk, as Arrow reads them."""
-    chunk = column.get(3)
-    if not isinstance(chunk, dict):
-        raise DeclaredError("a column has no metadata")
     # ColumnMetaData of parquet.thrift: 5 num_values, 7 total_compressed_size, 9 data_, 11 dictionary_page_offset.
     place = (_count(chunk, 11) if 11 in chunk else 0) or _count(chunk, 9)
     total, seen, end = _count(chunk, 5), 0, place + _count(chunk, 7)
@@ -367,82 +364,66 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
         reader = _Compact(file.read(min(_HEADER, end - place)))
         header = reader.structure()
         # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page (its values are not rows), 8 data page v2.
-        values = [_count(header[key], 1) for key in (5, 7, 8) if isinstance(header.get(key), dict)]
-        yield sum(values), _count(header, 2)
-        seen += sum(values) if 7 not in header else 0
+        values = sum(_count(header[key], 1) for key in (5, 7, 8) if key in header)
+        yield values, _count(header, 2)
+        seen += values if 7 not in header else 0
         place += reader.place + _count(header, 3)
 
 
 def _count(fields: Fields, key: int) -> int:
-    value = fields.get(key)
+    value = fields[key]
     if type(value) is not int or value < 0:  # a bool is not a count
-        raise DeclaredError(f"a count is missing or negative ({value!r:.20})")
+        raise DeclaredError(f"a count is negative or no number ({value!r:.20})")
     return value
 
 
-def _entries(fields: Fields, key: int) -> list[Fields]:
-    entries = fields.get(key)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise DeclaredError("a list of structures is missing")
-    return entries
-
-
 class _Compact:
-    """Reader of Thrift's compact protocol; ``place`` is the number of bytes read so far."""
+    """Reader of Thrift's compact protocol; ``place`` is the number of bytes read so far.
+
+    Every value takes at least one byte, so the number of values is limited by the content, beyond which an IndexError
+    is raised.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._content, self.place = content, 0
 
-    def structure(self, depth: int = 0) -> Fields:
+    def structure(self) -> Fields:
         fields: Fields = {}
         number = 0
         while kind := self._byte():
             number = number + (kind >> 4) if kind >> 4 else self._zigzag()
             kind &= 0x0F
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind)
         return fields
 
-    def _value(self, kind: int, depth: int) -> Any:
-        if depth > _DEEPEST:
-            raise DeclaredError("its metadata are nested too deeply")
+    def _value(self, kind: int) -> Any:
         if kind in (_TRUE, _FALSE, _BYTE):
             return self._byte()
         if kind < _DOUBLE:
             return self._zigzag()
-        if kind == _DOUBLE:
-            return self._skip(8)
-        if kind == _BINARY:
-            return self._skip(self._varint())
+        if kind in (_DOUBLE, _BINARY):
+            size = 8 if kind == _DOUBLE else self._varint()
+            self.place += size
+            return self._content[self.place - 1]
         if kind == _LIST:
             size_and_kind = self._byte()
             size = size_and_kind >> 4
-            size = self._varint() if size == 15 else size
-            if size > _MOST:
-                raise DeclaredError(f"its metadata have a list of {size} entries")
-            return [self._value(size_and_kind & 0x0F, depth + 1) for _ in range(size)]
+            return [self._value(size_and_kind & 0x0F) for _ in range(self._varint() if size == 15 else size)]
         if kind == _STRUCT:
-            return self.structure(depth + 1)
+            return self.structure()
         raise DeclaredError(f"its metadata have a value of the unknown kind {kind}")
 
     def _byte(self) -> int:
-        if self.place >= len(self._content):
-            raise DeclaredError("its metadata end too early")
         self.place += 1
         return self._content[self.place - 1]
 
-    def _skip(self, size: int) -> None:
-        if self.place + size > len(self._content):
-            raise DeclaredError("its metadata end too early")
-        self.place += size
-
     def _varint(self) -> int:
-        value = shift = 0
-        while shift < 70:  # ten groups of 7 bits hold 64 bits
+        value = 0
+        for shift in range(0, 70, 7):  # ten groups of 7 bits hold 64 bits
             byte = self._byte()
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-            shift += 7
         raise DeclaredError("its metadata have a number of more than 64 bits")
 
     def _zigzag(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,11 @@ from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import PromptSample, hash_prompts
-from recipe.offpolicy.analysis.jobs import ALONE, Jobs, map_steps, read_arguments
-from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.analysis.jobs import ALONE, Jobs, read_arguments
 from recipe.offpolicy.analysis.whatif.candidates import Candidate
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording, Step
+from recipe.offpolicy.recording import Recording
 from tests.support.corrections import GSM, M2PO, TIS, spec
 from tests.support.recordings import drawn_rows, record
 
@@ -56,14 +54,6 @@ def test_results_come_in_order(count: int) -> None:
     assert list(Jobs(count).map(square, range(9))) == [n * n for n in range(9)]
     with pytest.raises(ValueError, match="0 is bad"):
         list(Jobs(count).map(fail, [0, 1]))
-
-
-def test_few_results_wait_for_their_turn() -> None:
-    """Nothing is begun beyond what a reader that stops can use."""
-    begun: list[int] = []
-    results = Jobs(1).map(begun.append, [1, 2, 3])
-    next(results)
-    assert begun == [1]
 
 
 @pytest.mark.slow
@@ -100,21 +90,6 @@ def test_a_calibration_does_not_depend_on_who_works_on_it(recorded: Recording) -
     assert compute_joint_shares(recorded, [one.spec]) == compute_joint_shares(recorded, [one.spec], Jobs(2))
 
 
-@pytest.mark.slow
-def test_a_timeline_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
-    assert build_timeline(recorded) == build_timeline(recorded, Jobs(2))
-
-
-def test_steps_in_memory_are_worked_on_here(recorded: Recording) -> None:
-    """Each by itself, whatever the number of processes: a closure could not be sent to another."""
-
-    def list_steps(steps: Iterable[Step]) -> list[int]:
-        return [int(step.rows.step[0]) for step in steps]
-
-    assert list(map_steps(list_steps, list(recorded), Jobs(2), "reading")) == [[2], [3], [4]]
-    assert list(map_steps(list_steps, recorded, ALONE, "reading")) == [[2], [3], [4]]
-
-
 def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     none = argparse.Namespace(jobs=None, ray=None)
     assert read_arguments(none, recorded, recorded.steps) == Jobs(1)
@@ -140,15 +115,6 @@ def of_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recording
 
 def read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recording.in_pieces, "__defaults__", (float("inf"),))
-
-
-def count_parts(steps: Any) -> int:
-    return len(list(steps))
-
-
-def test_work_gets_pieces_where_it_can(of_three_ranks: Recording) -> None:
-    assert list(map_steps(count_parts, of_three_ranks, ALONE, "counting")) == [1]
-    assert list(map_steps(count_parts, of_three_ranks, ALONE, "counting", in_pieces=True)) == [3]
 
 
 def test_a_replay(of_three_ranks: Recording, monkeypatch: pytest.MonkeyPatch) -> None:

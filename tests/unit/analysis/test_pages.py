@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import math
 import os
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from recipe.offpolicy.analysis import AnalysisError, plotting
 from recipe.offpolicy.analysis.page import Code, render_page, write_page
-from recipe.offpolicy.analysis.plotting import Axis, Mark, Panel, Rule, check_target, limit_shares
+from recipe.offpolicy.analysis.plotting import Axis, Mark, Panel, Rule, check_target
 from recipe.offpolicy.analysis.table import Column, Table, fit_to_width, format_cell
 
 
@@ -36,11 +35,6 @@ from recipe.offpolicy.analysis.table import Column, Table, fit_to_width, format_
 )
 def test_cells(value: object, digits: int, text: str) -> None:
     assert format_cell(value, digits) == text
-
-
-def test_numbers_stand_right_and_text_left() -> None:
-    table = Table([Column("name"), Column("kept"), Column("forced", align="left")], [["a", 0.5, 1], ["b", None, 2]])
-    assert [table.get_alignment(column) for column in range(3)] == ["left", "right", "left"]
 
 
 def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
@@ -94,11 +88,6 @@ def test_both_ways_to_draw_show_every_mark() -> None:
     assert list(bars.data_source.data["top"]) == pytest.approx([0.2, 0.3])
     assert (found.x_range.start, found.x_range.end, type(found.x_scale).__name__) == (0.5, 5.0, "LogScale")
     assert type(found.yaxis[0]).__name__ == "LinearAxis"
-
-
-def test_an_axis_of_shares_begins_a_little_below_the_least() -> None:
-    assert limit_shares(Axis("share"), [Mark([0, 1], [0.83, math.nan])]).limits == pytest.approx((0.8, 1.008))
-    assert limit_shares(Axis("share"), []).limits == pytest.approx((0.95, 1.002))
 
 
 def test_series_that_are_equal_are_one_line() -> None:

@@ -80,13 +80,6 @@ def test_bad_input_is_one_sentence(
     assert len(errors.splitlines()) == 1
 
 
-def test_a_damaged_file_is_named(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damaged = next(iter(sorted(recorded.glob("*.parquet"))))
-    damaged.write_bytes(damaged.read_bytes()[:200])
-    assert attribute.main([str(recorded)]) == 2
-    assert damaged.name in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("option", "text", "said"),
     [

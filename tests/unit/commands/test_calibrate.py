@@ -105,22 +105,6 @@ def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.C
     assert "correction.masks.opsm.delta=" not in out
 
 
-def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Noise of 2 nats a token: a mean over one token is beyond 2.3 = log 10 in more than a tenth of the rows.
-
-    The doctor calls a bound there NO-OP.
-    """
-    directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=2.0))
-    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
-    assert status == 1
-    assert "masks.gsm: not identified: the bound would be " in out
-    assert "correction.masks.gsm.upper" not in out
-    directory = record(tmp_path / "near", drawn_rows([1] * 400, backend=1.0))
-    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
-    assert status == 0
-    assert "correction.masks.gsm.upper" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.__main__ import COMMANDS
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
@@ -91,13 +89,6 @@ def complete(line: str, tmp_path: Path) -> list[str]:
         COMP_POINT=str(len(line)),
     )
     return answer.read_text().split()
-
-
-def test_it_names_all_tools_and_refuses_others() -> None:
-    assert set(re.findall(r"^ +([a-z-]+)(?: |$)", call("--help").stdout, re.MULTILINE)) >= set(COMMANDS)
-    other = call("atribute")
-    assert other.returncode == 2
-    assert "'attribute'" in other.stderr
 
 
 def test_a_tool_has_its_own_arguments_and_exit_status() -> None:

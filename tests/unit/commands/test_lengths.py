@@ -152,15 +152,6 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.
     assert f"--tokenizer {tmp_path}: there is no tokenizer" in capsys.readouterr().err
 
 
-def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, picture = metrics(tmp_path / "metrics.jsonl"), tmp_path / "lengths.png"
-    assert main([str(source), str(source), "--png", str(picture)]) == 0
-    assert "right (tokens)" in capsys.readouterr().out
-    assert picture.stat().st_size > 1000
-    assert main([str(source), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[str(source)][0]["lengths"]["right"] == 5.0
-
-
 @pytest.mark.parametrize(
     ("text", "said"), [("{}", "line 1: this line was not written"), ("x", "line 1"), ("", "no step records response_")]
 )

@@ -66,12 +66,6 @@ def test_auto_on_a_mixture_of_experts(launch: Launcher) -> None:
         check_requirements(Composed(config), select(setup).requires)
 
 
-def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:
-    status = launch("correction=gsm", "setup.model=moe", folder=folder).status
-    assert isinstance(status, str)
-    assert "setup.model=moe: only correction=auto reads it" in status
-
-
 @pytest.mark.slow
 def test_shadows_are_options_by_name(launch: Launcher) -> None:
     result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)

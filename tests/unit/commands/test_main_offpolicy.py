@@ -110,11 +110,6 @@ def test_no_configuration_ends_in_a_traceback(
     assert result.trained == []
 
 
-def test_an_option_that_there_is_not_is_answered_by_the_nearest(launch: Launcher, folder: Path) -> None:
-    said = "correction=tis_tokn: tis_tokn is not an option of correction. Did you mean tis_token?"
-    assert launch("correction=tis_tokn", folder=folder).status == f"{REFUSED}\n{said}"
-
-
 @pytest.mark.slow
 def test_check_alone_does_not_train(launch: Launcher) -> None:
     result = launch("--check", "correction=[tis_token,gsm]", *NEEDED)
@@ -155,16 +150,6 @@ def test_a_good_configuration_trains(launch: Launcher) -> None:
     assert config.algorithm.rollout_correction is None
 
 
-def test_problems_around_the_correction_are_refused(launch: Launcher) -> None:
-    rollout = "actor_rollout_ref.rollout"
-    result = launch("correction=gsm", f"{rollout}.top_p=0.9", f"{rollout}.calculate_log_probs=false", *NEEDED)
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    assert f"{rollout}.top_p=0.9: " in result.status
-    assert f"{rollout}.calculate_log_probs=false: " in result.status
-    assert result.trained == []
-
-
 # The command itself, in a process of its own ----------------------------------------------------------------
 
 
@@ -179,17 +164,6 @@ def program(cwd: Path, words: list[str], **variables: str) -> subprocess.Complet
     return subprocess.run(
         words, cwd=cwd, env={**os.environ, **environment, **variables}, capture_output=True, text=True, check=False
     )
-
-
-@pytest.mark.slow
-def test_a_check_that_passes_leaves_no_folder_behind(tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    words = [sys.executable, "-B", "-m", "recipe.offpolicy.main_offpolicy", "--check", "correction=[tis_token,gsm]"]
-    done = program(tmp_path, [*words, *NEEDED, f"hydra.run.dir={tmp_path}/outputs"], TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stderr
-    assert "all checks passed" in done.stdout
-    assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
 @pytest.mark.slow

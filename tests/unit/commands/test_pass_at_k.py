@@ -21,7 +21,7 @@ from recipe.offpolicy.analysis.pass_at_k import (
     read_dumps,
 )
 from recipe.offpolicy.extensions.pass_at_k.estimates import Stopping
-from recipe.offpolicy.extensions.validation_answers import DumpError, read_answers
+from recipe.offpolicy.extensions.validation_answers import DumpError
 from recipe.offpolicy.pass_at_k import main
 
 
@@ -41,13 +41,6 @@ def test_two_checkpoints_by_hand() -> None:
     low, high = found.places[1].behind[1:]
     assert (high - low) / 2 == pytest.approx(found.width * (3 / 64) ** 0.5 / 12**0.5, rel=0.05)
     assert (found.by, found.pairs, found.width) == ("unbiased", 1, pytest.approx(1.96, abs=0.15))
-
-
-def test_equal_checkpoints_share_a_place() -> None:
-    rights = [0, 1, 2, 4] * 3
-    found = rank_checkpoints([counts(1, [4] * 12, [0] * 12), *(counts(at, [4] * 12, rights) for at in (2, 3))], 2)
-    assert [(each.number, each.name) for each in found.places] == [(1, "step 2"), (1, "step 3"), (3, "step 1")]
-    assert [each.may_be_best for each in found.places] == [True, True, False]
 
 
 def sample(rates: Tensor, n: int, generator: torch.Generator) -> list[int]:
@@ -143,13 +136,6 @@ def write(path: Path, rights: list[int], n: int = 8, *, step: int = 10, v1: bool
     return path
 
 
-@pytest.mark.parametrize("v1", [False, True])
-def test_counts_by_prompt(tmp_path: Path, v1: bool) -> None:
-    (found,) = read_dumps([write(tmp_path / "10.jsonl", [1, 0, 8], v1=v1)], correct_at_least=1.0)
-    assert (found.step, found.n, found.c) == (10, [8, 8, 8], [1, 0, 8])
-    assert (found.doubled, found.named) == (0, v1)
-
-
 def test_rounds_of_one_step_are_pooled_and_steps_are_apart(tmp_path: Path) -> None:
     one = write(tmp_path / "a.jsonl", [1, 0, 8], v1=True)
     two = write(tmp_path / "b.jsonl", [0], v1=True, first=1)
@@ -192,16 +178,6 @@ def test_other_files_are_refused_with_the_line(
         read_dumps([path], correct_at_least=1.0)
     assert main([str(path)]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_separators_of_unicode_end_no_line(tmp_path: Path) -> None:
-    """verl writes them as they are; str.splitlines would end a line there."""
-    path = tmp_path / "x.jsonl"
-    row = {"input": "q\u2028r", "output": "a\x85b\u2029", "gts": "1", "score": 1.0, "step": 1}
-    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    (counts,) = read_dumps([path], correct_at_least=1.0)
-    assert (counts.n, counts.c) == ([1], [1])
-    assert [(each.prompt, each.output) for each in read_answers(path)] == [("q\u2028r", "a\x85b\u2029")]
 
 
 def test_the_table_has_intervals_and_ranks_in_a_column_of_their_own(tmp_path: Path) -> None:

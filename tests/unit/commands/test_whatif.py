@@ -113,15 +113,3 @@ def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["recording"] == {
         "directory": str(tmp_path), "steps": [2], "rows": 2, "tokens": 5,
     }  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error")
-def test_without_a_valid_token_nothing_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nan = np.full(5, np.nan, dtype=np.float32)
-    record(tmp_path / "none", drawn_rows([2, 3], rollout_log_prob=nan))
-    picture = ["--spec", "correction=gsm", "--grid", "correction.masks.gsm.upper=1.01,1.02"]
-    assert main([str(tmp_path / "none"), *picture, "--png", str(tmp_path / "a.png")]) == 0
-    said = capsys.readouterr().out
-    assert "The replay was not compared" in said
-    assert "No token has a finite mu and pi_old." in said

@@ -33,13 +33,6 @@ def found(changes: dict[str, Any], correction: dict[str, Any] | None = None) -> 
     return [str(problem) for problem in find_problems(made, Composed(made).spec)]
 
 
-def test_what_is_shipped_is_what_is_taken_by_default() -> None:
-    shipped: Any = OmegaConf.to_container(config().offpolicy.alarms)
-    assert shipped == dict(DEFAULTS)
-    assert list(shipped) == list(DEFAULTS)
-    assert found({}) == []
-
-
 @pytest.mark.parametrize("off", ["off", False])  # YAML reads a bare off as false
 def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
     assert list(read_settings(config({f"{KEY}.ess.action": off, "opd": {}}))) == [n for n in DEFAULTS if n != "ess"]

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
 from recipe.offpolicy.correction.spec import compute_fingerprint, replace_bounds
 from recipe.offpolicy.monitor.active_correction import Calibration
-from recipe.offpolicy.monitor.bound_settings import DEFAULTS, find_problems, read_noted_keys
+from recipe.offpolicy.monitor.bound_settings import find_problems
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
@@ -169,14 +169,6 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 def found(correction: CorrectionSpec, **values: Any) -> list[str]:
     made = config(correction, **({"target_kept": 0.98} | values))
     return [str(problem) for problem in find_problems(made, Composed(made).spec)]
-
-
-def test_what_is_shipped_is_what_is_taken_by_default() -> None:
-    shipped: Any = OmegaConf.to_container(config(SYMMETRIC).offpolicy.calibrate)
-    assert shipped == DEFAULTS
-    assert found(SYMMETRIC, target_kept=None) == []
-    assert found(SYMMETRIC) == []
-    assert read_noted_keys(config(SYMMETRIC)) == {"target_kept": None}
 
 
 STALE = {"aggregate": "staleness", "level": "token", "upper": 4}

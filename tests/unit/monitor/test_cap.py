@@ -15,9 +15,9 @@ from recipe.offpolicy.correction.read_parts import read_weight
 from recipe.offpolicy.correction.spec import WEIGHT
 from recipe.offpolicy.monitor.active_correction import Calibration
 from recipe.offpolicy.monitor.bound_settings import find_problems
-from recipe.offpolicy.monitor.moving_bounds import CAPS, Evidence, Histogram, Schedule, find_widest_cap, read_histogram
+from recipe.offpolicy.monitor.moving_bounds import Evidence, Histogram, Schedule, find_widest_cap, read_histogram
 from recipe.offpolicy.preflight.composed import Composed
-from tests.support.cap_cases import CAPPED, EVEN, SPREAD, config, seen
+from tests.support.cap_cases import CAPPED, SPREAD, config, seen
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.drawn import examples
 
@@ -66,15 +66,6 @@ def test_a_change_is_limited_by_the_rate_and_ends_where_the_ess_is_the_target() 
     start = math.e
     assert [after(SPREAD, n, start) for n in range(1, 5)] == pytest.approx([1 / 1.2, 1 / 1.44, goal, goal])
     assert [after(SPREAD, n, math.exp(0.5)) for n in range(1, 4)] == pytest.approx([0.6, goal, goal])
-
-
-def test_weights_more_even_than_asked_for_take_the_cap_to_its_ceiling() -> None:
-    assert after(EVEN) == pytest.approx(math.log(2.0) * 1.2)
-    assert after(EVEN, 30) == pytest.approx(math.log(2.0) * 10)
-    assert after(EVEN, 30, ceiling=3.0) == pytest.approx(math.log(2.0) * 3)
-    # And no further than where weights are clamped themselves.
-    assert after(EVEN, 60, upper=100.0) == pytest.approx(CAPS[-1])
-    assert obstacles(EVEN) == {}
 
 
 def test_what_no_cap_evens_takes_it_to_its_floor_and_is_said() -> None:

@@ -16,7 +16,6 @@ from recipe.offpolicy.correction.spec import WEIGHT
 from recipe.offpolicy.correction.statistics import fetch, merge_all
 from recipe.offpolicy.monitor.moving_bounds import (
     CAPS,
-    ESS,
     WEIGHT_SUMS,
     Histogram,
     compute_ess_by_cap,
@@ -76,25 +75,11 @@ def test_the_cap_of_four_tokens_by_hand() -> None:
     assert 0 < find_widest_cap(sums, 1 - 1e-6) < 0.01
 
 
-def test_nothing_is_known_of_no_token() -> None:
-    assert math.isnan(find_widest_cap(sums_of(None, [[0.5]], mask=[[False]]), 0.9))
-    assert read_histogram({}, WEIGHT) is None
-
-
 def capped() -> Any:
     """Weights whose one cap may follow an ESS."""
     return weights().filter(
         lambda one: one and one["kind"] != "reject" and one["upper"] is not None and one["by_position"] is None
     )
-
-
-@examples
-@given(batch=batches(), values=capped())
-def test_the_ess_in_force_is_the_metric(batch: Rows, values: dict[str, Any]) -> None:
-    """Of every level, aggregate, ratio and kind, normalised or not."""
-    correction = spec(weight=values)
-    metric = decide(correction, batch).statistics["weight/ess"].value()
-    assert shown(correction, batch)[ESS].value() == pytest.approx(metric, rel=1e-5, nan_ok=True)
 
 
 @examples

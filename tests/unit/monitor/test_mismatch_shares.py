@@ -11,16 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.correction.statistics import Statistic, fetch, merge_all
 from recipe.offpolicy.monitor.mismatch_shares import (
-    COLUMNS,
     LEAST_TOKENS,
     RECENT,
     RecentFloor,
     build_share_statistics,
     compute_shares,
     compute_sums_by_row,
-    defer_share_statistics,
     estimate_floor,
 )
 
@@ -116,16 +113,6 @@ def test_floor_by_probability() -> None:
     assert floor.variance == pytest.approx([0.16, 0.16, 0.16, 0.16, 1e-4, 1e-4])
 
 
-def test_tokens_that_do_not_count() -> None:
-    """Padding and log-probs that are not finite stay out, whatever stands there."""
-    mu = torch.tensor([[MU, math.nan, MU, 1e30]])
-    table = compute_sums_by_row(
-        mu, torch.full((1, 4), MU + 0.1), torch.full((1, 4), MU), torch.tensor([[1, 1, 1, 0]]), None
-    )
-    assert table[..., COLUMNS.index("tokens")].sum() == 2
-    assert torch.isfinite(table).all()
-
-
 rows_of_numbers = st.lists(
     st.tuples(st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=4, max_size=4), st.integers(-1, 3)),
     min_size=1,
@@ -168,21 +155,3 @@ def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
     assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
     assert floor.compute_shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
     assert floor.compute_shares({}) == {}
-
-
-def test_rows_of_two_ranks_share_as_rows_of_one() -> None:
-    """The parts are sums: statistics of both halves, merged, are those of the whole."""
-    torch.manual_seed(0)
-    mu, gap, drift = (0.1 * torch.randn(4, 6, dtype=torch.float64) for _ in range(3))
-    columns = dict(rollout_log_prob=mu - 1, old_log_prob=mu - 1 + gap, log_prob=mu - 1 + gap + drift)
-
-    def statistics(rows: slice) -> dict[str, Statistic]:
-        part = {name: column[rows] for name, column in columns.items()}
-        age = torch.tensor([0, 0, 1, 1])[rows]
-        (found,) = fetch([defer_share_statistics(**part, response_mask=torch.ones(4, 6)[rows], staleness=age)])
-        return dict(found)
-
-    whole, halves = statistics(slice(0, 4)), merge_all([statistics(slice(0, 2)), statistics(slice(2, 4))])
-    assert len(whole) == 8
-    for name, statistic in whole.items():
-        assert halves[name].value() == pytest.approx(statistic.value(), nan_ok=True), name

@@ -65,23 +65,6 @@ def hindered(values: dict[str, Any], distances: list[float], noise: list[float] 
     return " ".join(sorted(Evidence(schedule, mask, mask, *evidence).find_obstacles()))
 
 
-def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
-    """As with side=upper, where the lower bound alone rejects two of ten and one of ten is to be dropped."""
-    rows = [0.3] * 8 + [math.inf] * 2
-    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(0.1)
-    assert hindered(SYMMETRIC, rows, side="upper") == "share"
-    # One of ten may be lost to it: then the bound has to keep all the others.
-    rows = [0.3] * 9 + [math.inf]
-    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(compute_quantile(counts(0.3), 0.9))
-    assert hindered(SYMMETRIC, rows, side="upper") == ""
-
-
-def test_too_few_units_say_nothing() -> None:
-    # One in ten is to be dropped: nine units hold no tenth.
-    assert after(SYMMETRIC, [5.0] * 9) == pytest.approx({"lower": 0.1, "upper": 0.1})
-    assert after(SYMMETRIC, [5.0] * 10)["upper"] == pytest.approx(0.15)
-
-
 @pytest.mark.parametrize("distances", [[], [math.inf] * 10])
 def test_noise_lifts_a_bound_whatever_is_known_of_the_share(distances: list[float]) -> None:
     assert after(opsm(0.02), distances, [0.08] * 10)["lower"] == pytest.approx(0.03)

@@ -53,23 +53,6 @@ def test_turns_are_runs_of_the_mask() -> None:
     assert rows.turn.tolist() == [0, 0, -1, -1, 1, *[0] * 6, -1, 0, -1, 1, 1]
 
 
-def test_what_rows_have_besides() -> None:
-    rows = recorded(
-        seen(
-            uids=["a", "b", "cä", "d"],
-            reward=torch.tensor([0.5, 9.0, 1.0, -1.0], dtype=torch.float64),
-            versions=(torch.tensor([3, 9, 4, 5]), torch.tensor([4, 9, 4, 6])),
-            prompts=(torch.arange(10, 17), torch.tensor([2, 1, 0, 4])),
-        )
-    )
-    assert rows.uid.tolist() == ["a", "cä", "d"]
-    assert rows.reward.tolist() == [0.5, 1.0, -1.0]
-    assert rows.oldest_version.tolist() == [3, 4, 5]
-    assert rows.newest_version.tolist() == [4, 4, 6]
-    assert rows.prompt_ids.tolist() == [10, 11, 13, 14, 15, 16]
-    assert rows.prompt_offsets.tolist() == [0, 2, 2, 6]
-
-
 def test_versions_by_token_and_by_row() -> None:
     span = (torch.tensor([3, 9, 4, 5]), torch.tensor([4, 9, 4, 5]))
     by_row = recorded(seen(versions=span)).version
@@ -84,16 +67,6 @@ def test_versions_by_token_and_by_row() -> None:
 def test_the_thirty_second_reason_has_the_highest_bit() -> None:
     reasons = {f"masks.m{i}": torch.full((1, 1), i == 31) for i in range(32)}
     assert recorded(seen(torch.ones(1, 1).bool(), rejected=reasons)).rejected_by.tolist() == [2**31]
-
-
-def test_buffers_that_are_used_again_do_not_change_what_was_packed() -> None:
-    what = seen(MASK.clone())
-    packed = pack(what)
-    what.log_prob.zero_()
-    what.response_mask.zero_()
-    rows = unpack(packed, step=1, rank=0, mini_batch=0)
-    assert rows.log_prob[0] == 3.0
-    assert rows.length.tolist() == [3, 6, 3]
 
 
 @settings(max_examples=at_most(60))
@@ -120,13 +93,6 @@ def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
         assert of_prompt.tolist() == list(range(start, start + lengths[row]))
 
 
-def test_tokens_know_their_row_and_place() -> None:
-    rows = drawn_rows([2, 0, 3])
-    assert (len(rows), rows.tokens) == (3, 5)
-    assert rows.row_of_token.tolist() == [0, 0, 2, 2, 2]
-    assert rows.position.tolist() == [0, 1, 0, 1, 2]
-
-
 def test_staleness_counts_from_the_weights_that_the_step_began_with() -> None:
     """Step 5 begins with the weights of version 4: rows of versions 4, 2 and 5 are 0, 2 and 0 old; -1 is unknown."""
     rows = drawn_rows([1, 1, 1, 1], step=5, oldest_version=np.array([4, 2, 5, -1]))
@@ -143,14 +109,6 @@ def test_staleness_by_token_falls_back_on_the_row() -> None:
         version=np.array([2, 4, -1, -1, -1], dtype=np.int32),
     )
     assert rows.token_staleness.tolist() == [2, 0, 3, 2, -1]
-
-
-def test_padded_columns() -> None:
-    rows = drawn_rows([2, 0, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
-    padded = rows.padded("log_prob", "rejected_by")
-    assert padded["log_prob"].tolist() == [[-1.0, -2.0], [0.0, 0.0], [-3.0, 0.0]]
-    assert padded["response_mask"].tolist() == [[True, True], [False, False], [True, False]]
-    assert padded["rejected_by"].dtype == torch.int64
 
 
 def test_rows_between_two_are_those_taken_without_a_copy() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.recording import Recording, RecordingError, Rows
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import OverLimit, compute_digest, count_rows, read, to_table, write
 from recipe.offpolicy.recording.schema import DIGEST_KEY, PROMPT_COLUMN, SCHEMA, TOKEN_COLUMNS, VERSION_KEY, has_column
 from recipe.offpolicy.recording.writer import Seen, pack, unpack
-from tests.support.recordings import drawn_rows, record, same
+from tests.support.recordings import drawn_rows, same
 
 SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
 REASONS = ("masks.gsm", "weight")
@@ -128,11 +126,6 @@ def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> Non
 COLUMN = "offpolicy_teacher"
 
 
-def extended_rows(step: int = 1) -> Rows:
-    rows = drawn_rows([3, 2], step=step)
-    return dataclasses.replace(rows, extensions={COLUMN: np.array([1, 2, 3, np.nan, 5], dtype=np.float32)})
-
-
 def test_a_column_is_packed_on_its_device_with_the_rows_that_are_chosen() -> None:
     """Three rows of at most two tokens; the second is not chosen, the third has one token."""
     floats = torch.zeros(3, 2)
@@ -141,21 +134,3 @@ def test_a_column_is_packed_on_its_device_with_the_rows_that_are_chosen() -> Non
     seen = Seen(floats.long(), mask, *(5 * [floats]), mask, {}, extensions={COLUMN: column})
     rows = unpack(pack(seen, torch.tensor([True, False, True])), step=1, rank=0, mini_batch=0)
     assert rows.extensions[COLUMN].tolist() == [1.0, 2.0, 5.0]
-
-
-def test_a_changed_value_is_noticed(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", extended_rows(), {}, [])
-    table = pq.read_table(tmp_path / "a.parquet")
-    place = table.schema.get_field_index(COLUMN)
-    other = table.set_column(place, table.schema.field(place), table.column("weight"))
-    pq.write_table(other, tmp_path / "b.parquet")
-    with pytest.raises(RecordingError, match="does not match its recorded digest"):
-        read(tmp_path / "b.parquet")
-
-
-def test_the_timeline_has_its_mean_by_step(tmp_path: Path) -> None:
-    """(1 + 2 + 3 + 5) / 4 = 2.75; NaN counts as not there."""
-    record(tmp_path / "run", extended_rows(1), extended_rows(2))
-    recording = Recording(tmp_path / "run")
-    timeline = build_timeline(part for step in recording.steps for part in recording.corrections(step))
-    assert [step.extensions for step in timeline.steps] == [{COLUMN: 2.75}, {COLUMN: 2.75}]

@@ -43,10 +43,6 @@ def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pyte
     assert nothing.offpolicy.record.dir is None
 
 
-def test_every_so_many_steps_from_the_first() -> None:
-    assert [step for step in range(1, 9) if RecordSettings.at("/r", every=3).records(step)] == [1, 4, 7]
-
-
 def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:
     (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
     assert problem.key == "offpolicy.record.dir"
@@ -68,14 +64,6 @@ def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     assert problem.fix == "Set offpolicy.record.dir=null, or configure fewer masks."
     assert len(list(find_too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
     assert list(find_too_many_parts(nothing, spec(rejects, **masks))) == []
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    """Where not even root can."""
-    (problem,) = find_problems(config(tmp_path, dir="/proc/self/rec"))
-    assert problem.reason == "/proc/self is not writable."
-    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "new" / "rec")))) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 # Recordings that are there already --------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording, files
-from recipe.offpolicy.recording import recorder as recorder_module
 from recipe.offpolicy.recording import writer as writer_module
 from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, Recorder, TimeBudget
 from recipe.offpolicy.recording.run import RecordSettings
@@ -147,17 +146,6 @@ def test_what_a_killed_process_was_writing_is_removed(recorder: Recorder) -> Non
     ]
 
 
-def test_statistics_are_since_the_last_question(recorder: Recorder) -> None:
-    micro_batch(recorder, count=4)
-    recorder.spent(0.25)
-    recorder.spent(0.5)
-    (name,) = settled(recorder)
-    counters = recorder.take()
-    assert counters.bytes == (Path(recorder.settings.dir) / name).stat().st_size
-    assert (counters.rows, counters.dropped_rows, counters.seconds) == (4, 0, 0.75)
-    assert vars(recorder.take()) == vars(recorder_module.Counters())
-
-
 # What does not wait ---------------------------------------------------------------------------------------------
 
 
@@ -239,17 +227,6 @@ def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warni
         f"the limit, or record less by setting offpolicy.record.every=10 or offpolicy.record.share=0.1. Recording "
         f"stops, and training continues."
     )
-
-
-def test_at_its_end_a_process_writes_what_all_recorders_hold(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = [made(tmp_path / name, clock) for name in ("one", "two")]
-    monkeypatch.setattr(recorder_module, "_RECORDERS", {(each.settings.dir, 0): each for each in held})
-    for each in held:
-        micro_batch(each)
-    recorder_module.flush_all(HANGS)
-    assert [[name.partition(".")[0] for name in written(each)] for each in held] == [["step_00000001"]] * 2
 
 
 def recorded(

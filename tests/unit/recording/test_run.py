@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,19 +141,6 @@ def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
 
     assert pauses(of, write) == 3
     assert pauses(of) == 0
-
-
-def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
-    tmp_path: Path, warnings: pytest.LogCaptureFixture
-) -> None:
-    of = run(tmp_path)
-    announce(of, step=1)
-    shutil.rmtree(tmp_path / "rec")
-    assert pauses(of) == 0
-    assert [entry.getMessage() for entry in warnings.records] == [
-        f"offpolicy.record.dir={tmp_path / 'rec'}: the recording cannot be checked (No such file or directory). "
-        f"Fix the cause, or set another directory."
-    ]
 
 
 def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(

@@ -7,18 +7,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.recording.run import find_resumed_folder, read_sampling
+from recipe.offpolicy.recording.run import find_resumed_folder
 
 
 def config(folder: Path, **trainer: Any) -> DictConfig:
     values = {"default_local_dir": str(folder / "checkpoints"), "resume_mode": "auto", "resume_from_path": None}
     return OmegaConf.create({"trainer": values | trainer})
-
-
-def test_a_replayed_support_is_part_of_the_sampling() -> None:
-    values = {"correction": {"support": "engine", "support_unknown": "mask", "support_min_p": 0.1}}
-    found = read_sampling(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}, **values}))
-    assert found == {"engine": "vllm", "support": "engine", "support_unknown": "mask", "support_min_p": 0.1}
 
 
 def test_which_checkpoints_a_run_resumes(tmp_path: Path) -> None:

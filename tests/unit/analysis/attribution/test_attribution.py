@@ -15,9 +15,7 @@ from recipe.offpolicy.analysis.attribution.attribution import attribute, describ
 from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
 from recipe.offpolicy.analysis.attribution.attribution_page import build_shares_table, format_verdict, is_healthy
 from recipe.offpolicy.analysis.attribution.cause import Cause
-from recipe.offpolicy.analysis.attribution.causes import find_truncation
 from recipe.offpolicy.analysis.attribution.partial_causes import ROUNDED, UNDELIVERED, judge_delivery
-from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.attributed import attribute_rows
@@ -44,14 +42,6 @@ def test_a_large_mismatch_without_a_cause_is_said_to_be_large() -> None:
     assert "steps old" not in format_verdict(found)
 
 
-def test_where_no_row_is_fresh_age_may_be_why() -> None:
-    old = np.full(64, 1)
-    assert "weights up to 3 steps old" in format_verdict(
-        attribute_rows(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
-    )
-    assert "steps old" not in format_verdict(attribute_rows(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
-
-
 def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     rows = drawn_rows(LENGTHS)
     copied = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), {})
@@ -68,18 +58,6 @@ def test_log_probs_that_are_too_alike() -> None:
     assert "vary too little to identify" in said
     # An offset of 0.5 is large, and tells no token from another.
     assert format_verdict(attribute_rows(constant(0.5), {})).startswith("The mismatch is large and its cause unknown")
-
-
-def test_a_missing_mass_is_a_mass() -> None:
-    """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
-    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
-        assert cause.verdict == "absent"
-        assert "the mean of pi_old/mu" in cause.sentence
-        assert "missing" not in cause.evidence
-        assert cause.evidence["mean_ratio"] > 2
-    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):
-        assert "cut off" in cause.sentence
-        assert abs(cause.evidence["missing"]) < 0.05
 
 
 def at_gradient_step(rows: Rows, number: int) -> Rows:
@@ -148,15 +126,6 @@ def test_calibrate_says_it_above_its_proposals(capsys: pytest.CaptureFixture[str
     assert printed.index(FIRST) < printed.index("Proposed bounds")
     assert calibrate([str(HEALTHY), *ASKED, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mend_first"] is None
-
-
-@pytest.mark.slow
-def test_older_weights_that_no_version_tells_of_are_no_backend() -> None:
-    found = attributed(Recording(STALE))
-    rows = [row[0] for row in build_shares_table(found.whole).rows]
-    assert rows == ["backend and unnoticed staleness", "drift"]
-    assert {key.split(".")[1] for key in found.whole.intervals} == {"rollout", "drift"}
-    assert [version.backend for version in found.versions] == [None]
 
 
 def test_of_weights_whose_age_is_noted_nothing_is_to_be_mended() -> None:

@@ -21,7 +21,6 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     compute_routing_sums,
     compute_row_sums,
     decompose,
-    draw_poisson,
     drop_shares,
     merge,
     place_cells,
@@ -54,15 +53,6 @@ def test_each_value_has_its_probability() -> None:
     mean = (shares * values).sum()
     assert abs(mean - 1) < 1e-8
     assert abs((shares * values**2).sum() - mean**2 - 1) < 1e-7
-
-
-def test_uniform_values_are_compared_with_the_bounds() -> None:
-    class Uniform:
-        def integers(self, low: int, high: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-            assert (low, high, shape, dtype) == (0, 2**32, (2, 3), np.uint32)
-            return np.array([[0, BOUNDS[0] - 1, BOUNDS[0]], [BOUNDS[1] - 1, BOUNDS[1], 2**32 - 1]], dtype=np.uint32)
-
-    assert draw_poisson(Uniform(), (2, 3)).tolist() == [[0.0, 0.0, 1.0], [1.0, 2.0, 12.0]]  # type: ignore[arg-type]
 
 
 def k3(log_ratio: float) -> float:

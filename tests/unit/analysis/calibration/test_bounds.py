@@ -199,14 +199,6 @@ def test_symmetric_in_log_space_and_rounded_outward() -> None:
     assert found.reached == 0.75
 
 
-def test_ties_are_kept_together() -> None:
-    """Four of five units equal: keeping three of them means keeping all four."""
-    old = np.array([-1.02, -1.02, -1.02, -1.02, -0.5], dtype=np.float32)
-    rows = drawn_rows([1] * 5, rollout_log_prob=np.full(5, -1.0, np.float32), old_log_prob=old)
-    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    assert find_bound_for_kept_share(part, scores, 0.6, 0.95).reached == 0.8
-
-
 def test_equal_policies_identify_no_bound() -> None:
     rows = drawn(7)
     rows = replace(rows, old_log_prob=rows.rollout_log_prob)
@@ -260,19 +252,6 @@ def test_no_finite_pi_at_all() -> None:
     rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
     with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
         propose_bounds(steps_of(rows), spec_of(OPSM), CalibrationRequest(target_kept=0.9))
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (spec_of(), "none of its parts"),
-        (spec_of(weight=TIS | {"upper": None}), r"its parts \(weight\)"),
-        (replace(spec_of(BAND), skyrl_compat=True), "skyrl_compat"),
-    ],
-)
-def test_what_cannot_be_calibrated(spec: CorrectionSpec, message: str) -> None:
-    with pytest.raises(SpecError, match=message.replace("[", r"\[")):
-        list_parts(spec)
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,6 @@ def test_two_weights_by_hand() -> None:
     assert found.values == {"upper": 2.0}
 
 
-def test_a_row_counts_by_its_tokens() -> None:
-    """Weights 1 (3 tokens) and 2 (1 token): (3 + 2)^2 / (4 (3 + 4)) = 25/28."""
-    _, part = part_of(TIS | {"level": "sequence", "upper": 5.0})
-    assert compute_ess(part, units([0.0, math.log(2)], tokens=[3, 1]), part.limits) == pytest.approx(25 / 28)
-
-
 def test_not_needed_and_not_reachable() -> None:
     _, part = part_of(TIS)
     easy = find_cap_for_ess(part, units([0.0, 0.01]), 0.9, 0.95)

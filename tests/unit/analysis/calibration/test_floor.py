@@ -44,12 +44,6 @@ def test_design_effect_of_groups_that_agree() -> None:
     assert found.effective == pytest.approx(2.0)
 
 
-def test_balanced_groups_count_as_independent_at_most() -> None:
-    """Each group keeps one of two: no variance between groups, which is chance and not knowledge."""
-    found = estimate_share(np.tile([True, False], 8), np.repeat(np.arange(8), 2))
-    assert found.effective == 16
-
-
 def test_nothing_rejected_takes_groups_as_units() -> None:
     """No variance to measure: the worst is assumed, siblings alike, 4 groups of 3 say as much as 4 rows."""
     found = estimate_share(np.ones(12, dtype=bool), np.repeat(np.arange(4), 3))
@@ -65,13 +59,6 @@ def test_one_group_says_nothing_of_others() -> None:
 def test_median_of_ten() -> None:
     """Bin(10, 1/2): P(B < 2) = 11/1024 = 0.0107 <= 0.025 < P(B < 3) = 0.0547, so [x(2), x(9)], coverage 0.979."""
     assert compute_quantile_interval(np.arange(1.0, 11), 0.5, 10, 0.95) == (2.0, 9.0)
-
-
-def test_too_few_for_an_upper_end() -> None:
-    """0.9^21 = 0.109 > 0.025: no order statistic of 21 bounds the 0.9-quantile; 0.9^36 = 0.0225 is the first."""
-    assert compute_quantile_interval(np.arange(21.0), 0.9, 21, 0.95)[1] == math.inf
-    assert compute_quantile_interval(np.arange(35.0), 0.9, 35, 0.95)[1] == math.inf
-    assert compute_quantile_interval(np.arange(36.0), 0.9, 36, 0.95)[1] == 35.0
 
 
 def test_one_sided_end() -> None:
@@ -219,14 +206,6 @@ def test_bounds_by_length_follow_the_noise() -> None:
     reached = [entry.reached for entry in proposal.lengths]
     assert reached[0] < 0.75, "the common bound rejects short rows"
     assert reached[-1] == 1.0
-
-
-def test_a_bucket_of_few_rows_has_no_bound() -> None:
-    lengths = [10] * 60 + [100] * 60 + [300] * 5
-    entry = proposed(BAND, drawn_rows(lengths, backend=0.03)).lengths[-1]
-    assert entry.rows == 5
-    assert not entry.threshold.values
-    assert "5 rows" in entry.threshold.note
 
 
 def opsm(*rows: Rows, **request: Any) -> Proposal:

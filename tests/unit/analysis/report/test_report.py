@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from recipe.offpolicy.analysis.report.verdict import (
 )
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording, Rows, concatenate
+from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.report import main
@@ -307,19 +306,7 @@ def test_it_is_written_when_rows_are_added(tmp_path: Path, monkeypatch: pytest.M
     assert "Where the mismatch comes from" not in page
 
 
-def test_other_numbers_of_seconds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path), "--follow=0"])
-    assert "'0' is not a count of 1 or more" in capsys.readouterr().err
-
-
 LENGTHS = [20] * 64
-
-
-def later() -> Rows:
-    """Of the second gradient step, at which pi has moved by 0.5 nats per token."""
-    rows = drawn_rows(LENGTHS, seed=1, backend=0.1, drift=0.5)
-    return replace(rows, mini_batch=np.ones(64, dtype=np.int32))
 
 
 def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
@@ -336,15 +323,3 @@ def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path:
     engines, origin = said(recorded_under(proximal, tmp_path / "run", drawn_rows(LENGTHS, backend=0.1)), proximal)
     assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
     assert "Backend 100%, staleness 0%, drift 0% of KL(mu, pi)." in origin.because
-
-
-@pytest.mark.slow
-def test_rows_of_later_gradient_steps_are_left_out(tmp_path: Path) -> None:
-    rows = drawn_rows(LENGTHS, backend=0.1)
-    recording = recorded_under("loglinear", tmp_path / "run", concatenate([rows, later()]))
-    engines, origin = said(recording, "loglinear")
-    assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
-    assert "Mean over 1,280 response tokens" in engines.because
-    assert "64 rows of later gradient steps are left out" in engines.because
-    assert "Backend 100%, staleness 0% of KL(mu, pi_old)." in origin.because
-    assert "drift is not identified" in origin.because

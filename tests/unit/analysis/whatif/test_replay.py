@@ -19,7 +19,7 @@ from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, iterate_blocks
 from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import BUCKETS, SIGNS, STALENESS
-from recipe.offpolicy.recording import Recording, RecordingError
+from recipe.offpolicy.recording import Recording
 from tests.support.acted import acted, recorded, varied_rows
 from tests.support.corrections import M2PO, TIS, band, opsm, spec
 from tests.support.recordings import record
@@ -208,9 +208,3 @@ def test_a_run_with_centred_scores_is_replayed_without_its_term_only(tmp_path: P
     assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
     assert "correction.centering=20" in result.failures["centred"]
     assert result.fidelity.agrees
-
-
-def test_a_recorded_correction_that_is_none(tmp_path: Path) -> None:
-    record(tmp_path, varied_rows(), spec={"unheard": 1})
-    with pytest.raises(RecordingError, match=r"step_00000005.*its metadata contains no valid correction"):
-        run(tmp_path)
