@@ -9,7 +9,6 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -25,9 +24,6 @@ from recipe.offpolicy.analysis.table import Column, Table, fit_to_width, format_
         (0.0, 3, "0.000"),
         # Would be shown as 0.000, and is not 0.
         (0.00012, 3, "1.20e-04"),
-        (-3.5e7, 3, "-3.50e+07"),
-        (0.0005, 3, "0.001"),  # rounds to a digit that is seen
-        (np.int64(7), 3, "7"),
         (float("nan"), 3, "-"),
         (float("-inf"), 3, "-inf"),
         (True, 3, "yes"),
@@ -111,7 +107,6 @@ def test_empty_blocks_and_sections_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("name", "example", "said"),
     [
-        ("a.txt", "out.png", "not a picture format"),
         (".", "out.png", "this is a directory"),
         ("file/below.html", "out.html", "no file can be written under"),
     ],

@@ -71,11 +71,3 @@ def test_a_missing_or_broken_plugin_stops_it_before_the_program_begins(before: s
     assert done.returncode == 1
     assert says in done.stderr
     assert "trains with" not in done.stdout
-
-
-@pytest.mark.slow
-def test_without_an_option_of_ours_nothing_changes(tmp_path: Path) -> None:
-    done = launch(tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "trains with None None" in done.stdout
-    assert "offpolicy" not in done.stdout

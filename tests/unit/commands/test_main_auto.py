@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.auto_choice import check_requirements, read_setup, select
 from recipe.offpolicy.preflight.composed import Composed
-from tests.support.applications import NEEDED, application
+from tests.support.applications import NEEDED
 from tests.support.corrections import GSM, TIS, opsm, spec
 from tests.support.launched import REFUSED, Launcher
 
@@ -46,24 +45,6 @@ def test_a_correction_is_chosen(
     assert f"fingerprint {correction.fingerprint()}" in result.printed
     (config,) = result.trained
     assert Composed(config).spec == correction
-
-
-@pytest.mark.slow
-def test_auto_on_a_mixture_of_experts(launch: Launcher) -> None:
-    """On Megatron, with the keys that verl has for it."""
-    replay, record = (
-        "actor_rollout_ref.actor.megatron.router_replay.mode",
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
-    )
-    arguments = [*AUTO[:1], "setup.model=moe", *AUTO[2:], "model_engine=megatron"]
-    result = launch(*arguments)
-    assert isinstance(result.status, str)
-    assert f"{replay}=disabled: " in result.status
-    assert f"{record}=false: " in result.status
-    with application(*arguments, f"{replay}=R3", f"{record}=true") as config:
-        setup = read_setup(Composed(config))
-        assert (setup.model, setup.minibatches, setup.strategy) == ("moe", 4, "megatron")
-        check_requirements(Composed(config), select(setup).requires)
 
 
 @pytest.mark.slow

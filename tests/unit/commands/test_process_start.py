@@ -60,25 +60,3 @@ def test_a_check_imports_nothing_that_only_training_uses(
     assert said in done.stdout, done.stderr[-2000:]
     (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
     assert imported == ["verl"]
-
-
-def test_a_launch_leaves_workers_and_engine_to_the_processes_that_run_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their import takes as long as all that verl's own launch does before it starts Ray."""
-    monkeypatch.chdir(tmp_path)
-    program = ["recipe.offpolicy.main_offpolicy", "correction=gsm", *NEEDED]
-    code = f"""
-import gc, os, runpy, sys, ray
-import verl.utils.config
-verl.utils.config.validate_config = lambda **given: None  # it reads a model
-def start(*args, **kwargs):
-    print("imported:", *sorted({{"vllm", "megatron", "verl.workers.engine_workers"}} & sys.modules.keys()))
-    print("collecting:", gc.isenabled(), flush=True)
-    os._exit(0)
-ray.init = start
-sys.argv = {program!r}
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-    done = python(code, bare=True)
-    assert "imported:\ncollecting: True\n" in done.stdout, done.stderr[-2000:]

@@ -180,14 +180,11 @@ BY_AGE = {"by_staleness": [1.0, 2.0]}
     [
         (spec(weight=TIS), {}, "the correction has no mask whose bounds could move"),
         (spec(gsm=GSM, p=GSM), {}, "2 masks have bounds that could move: gsm, p. Set offpolicy.calibrate.of=[gsm]"),
-        (spec(gsm=GSM, p=GSM), {"of": ["p"]}, ""),
         (spec(gsm=GSM, m2po=M2PO), {"of": ["m2po"]}, "budget computes a cutoff per batch"),
         (spec(gsm=GSM, stale=STALE), {"of": ["stale"]}, "an age is a whole number of versions"),
-        (spec(gsm=GSM | BY_AGE, p=GSM), {"of": ["gsm"]}, "by_staleness gives each age its own bound"),
         (spec(TIS | BY_AGE), {"target_kept": None, "target_ess": 0.9}, "by_staleness=[1.0,2.0] gives each age its own"),
         (spec(opsm=opsm(0.0)), {"of": ["opsm"]}, "lower is at agreement, and moves by factors"),
         (replace(spec(opsm=opsm(0.1)), proximal="bypass"), {}, "backend noise cannot be distinguished from drift"),
-        (replace(spec(opsm=opsm(0.1)), proximal="reuse"), {}, ""),
         (replace(spec(gsm=GSM), skyrl_compat=True), {}, "skyrl_compat=true applies masks one after another"),
     ],
 )

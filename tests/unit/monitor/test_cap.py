@@ -129,11 +129,9 @@ NAMED = CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}})
     ("correction", "values", "expected"),
     [
         (spec(weight=TIS | {"kind": "clip", "lower": 0.5}), {}, ""),
-        (spec(weight=TIS, gsm=GSM), {"target_kept": 0.98}, ""),
         (skyrl(TIS), {}, ""),
         (spec(gsm=GSM), {}, "correction.weight=null: there is no cap that could move."),
         (spec(weight=TIS | {"kind": "reject"}), {}, "correction.weight.kind=reject drops values beyond its bounds"),
-        (spec(weight=TIS | {"upper": None}), {}, "correction.weight.upper=null: there is no cap that could move."),
         (spec(weight=TIS | {"upper": 1.0}), {}, "correction.weight.upper=1: a cap moves by factors"),
         (spec(weight=TIS | {"kind": "clip", "lower": 1.2}), {}, "weight.lower=1.2: the cap comes close to 1"),
         (skyrl(TIS | {"level": "sequence"}), {}, "applies masks before a weight of level sequence"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.spec import WEIGHT
-from recipe.offpolicy.correction.statistics import fetch, merge_all
+from recipe.offpolicy.correction.statistics import fetch
 from recipe.offpolicy.monitor.moving_bounds import (
     CAPS,
     WEIGHT_SUMS,
@@ -113,16 +113,3 @@ def test_the_ess_falls_as_the_cap_rises_and_the_inverse_is_the_widest(
     edges = (*CAPS, math.inf)
     for edge, value in zip(edges, course, strict=True):
         assert value >= target * (1 - 1e-9) if edge <= goal else value < target
-
-
-@examples
-@given(batch=batches(), values=capped(), cut=draw.integers(0, 4))
-def test_parts_add_up_to_the_whole(batch: Rows, values: dict[str, Any], cut: int) -> None:
-    correction = spec(weight=values)
-    whole, parts = shown(correction, batch), [shown(correction, batch[:cut]), shown(correction, batch[cut:])]
-    merged = merge_all(parts)
-    for name, statistic in whole.items():
-        assert merged[name].reduction is statistic.reduction
-        assert [float(p) for p in merged[name].parts] == pytest.approx([float(p) for p in statistic.parts], rel=1e-12)
-    assert merged[TOKENS] == whole[TOKENS]
-    assert sum(float(n) for n in whole[TOKENS].parts) == batch.mask.sum()

@@ -14,17 +14,14 @@ from hypothesis import strategies as draw
 
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
-from recipe.offpolicy.correction import CorrectionSpec, Statistic, masks
-from recipe.offpolicy.correction.masks import compute_extremes, find_outside
-from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
+from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.spec import Side
 from recipe.offpolicy.correction.statistics import fetch, merge_all
-from recipe.offpolicy.correction.units import partition_units
 from recipe.offpolicy.monitor.moving_bounds import EDGES, Histogram, compute_quantile, defer_histograms
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
 from tests.support.corrections import band, opsm, spec, tensor
-from tests.support.drawn import AGGREGATES, Rows, batches, examples
+from tests.support.drawn import Rows, batches, examples
 from tests.support.histograms import histogram
 from tests.support.recordings import NONE
 
@@ -63,23 +60,6 @@ def bin_of(distance: float) -> int:
 def counts_of(distance: torch.Tensor, counted: torch.Tensor) -> Histogram:
     counts = [float(count) for count in histogram(distance, counted).parts]
     return Histogram(EDGES, counts, sum(counts))
-
-
-@examples
-@given(batch=batches())
-def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
-    valid = find_valid_tokens(batch.mask, batch.old, batch.mu)
-    log_rho = compute_log_ratio(batch.old, batch.mu, valid)
-    for level in ("token", "sequence", "turn"):
-        for aggregate in AGGREGATES:
-            mask = spec(m=band(*masks.AGGREGATES[aggregate].usual, aggregate=aggregate, level=level)).masks[0][1]
-            units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
-            values = compute_extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
-            below, above = (value.float() for value in values)
-            least, greatest = mask.limits
-            beyond = units.spread((below < least) | (above > greatest))
-            expected = find_outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
-            assert torch.equal(beyond & valid, expected & valid), (aggregate, level)
 
 
 @pytest.mark.parametrize(("level", "sign"), [("token", "token"), ("sequence", "row"), ("turn", "token")])

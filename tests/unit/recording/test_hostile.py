@@ -112,13 +112,13 @@ def test_a_row_without_a_value(path: Path) -> None:
         read(rewritten(path, with_column("reward", pa.array([1.0, None, 0.0, 0.0], type=pa.float32()))))
 
 
-@pytest.mark.parametrize("reasons", [b"{", b'{"a": 1}', b"[1]", json.dumps(["m"] * 33).encode()], ids=range(4))
+@pytest.mark.parametrize("reasons", [b"{", json.dumps(["m"] * 33).encode()], ids=range(2))
 def test_reasons_that_are_no_names(path: Path, reasons: bytes) -> None:
     with pytest.raises(RecordingError, match=f"{NAME}: offpolicy.rejected_by in its metadata"):
         read(rewritten(path, unchanged, rejected_by=reasons))
 
 
-@pytest.mark.parametrize("version", [b"4", b"", b"\xff" * 1000], ids=range(3))
+@pytest.mark.parametrize("version", [b"4", b"\xff" * 1000], ids=range(2))
 def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
     with pytest.raises(RecordingError, match=f"{NAME} has schema .*, but this release reads schemas 1 to 3") as caught:
         read(rewritten(path, unchanged, schema=version))
@@ -258,9 +258,7 @@ def test_a_page_that_unpacks_to_more_than_the_footer_says(tmp_path: Path) -> Non
     assert read_declared_size(path).values == count + 1  # and the one word of the dictionary
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"PAR1PAR1", b"PAR1" + b"\xff" * 8 + b"PAR1", b"PAR1\0\1\0\0\0PAR1"], ids=range(4)
-)
+@pytest.mark.parametrize("content", [b"", b"PAR1" + b"\xff" * 8 + b"PAR1"], ids=range(2))
 def test_what_cannot_be_followed(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "some").write_bytes(content)
     with pytest.raises(DeclaredError):

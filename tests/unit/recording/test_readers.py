@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import polars as pl
 import pytest
@@ -42,10 +41,3 @@ def test_polars(directory: Path) -> None:
     assert frame.columns == SCHEMA.names
     for name in SCHEMA.names:
         assert frame[name].to_list() == column_of(ALL, name), name
-
-
-def test_duckdb(directory: Path) -> None:
-    relation = duckdb.connect().sql(f"select * from '{directory}/*.parquet' order by step, rank")
-    assert relation.columns == SCHEMA.names
-    for name, values in zip(SCHEMA.names, zip(*relation.fetchall(), strict=True), strict=True):
-        assert list(values) == column_of(ALL, name), name

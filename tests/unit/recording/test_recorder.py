@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -133,19 +135,6 @@ def test_each_update_of_a_step_has_a_file(recorder: Recorder) -> None:
     assert found.uid.tolist() == [str(i) for i in range(8)]
 
 
-def test_what_a_killed_process_was_writing_is_removed(recorder: Recorder) -> None:
-    folder = Path(recorder.settings.dir)
-    folder.mkdir()
-    for name in ("step_00000003.rank_00000.partial", "step_00000003.rank_00001.partial", "notes.partial"):
-        (folder / name).touch()
-    micro_batch(recorder, count=4)
-    assert settled(recorder) == [
-        "notes.partial",
-        "step_00000001.rank_00000.parquet",
-        "step_00000003.rank_00001.partial",
-    ]
-
-
 # What does not wait ---------------------------------------------------------------------------------------------
 
 
@@ -200,6 +189,28 @@ def test_a_step_that_does_not_fit_is_recorded_in_part(
         "step's duration, or 1 s in the first step). Rows are dropped evenly over the step, and training continues. "
         "Set offpolicy.record.share=0.5 or offpolicy.record.prompts=false."
     ]
+
+
+def test_a_full_disk_stops_the_recording_and_nothing_else(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    micro_batch(recorder, count=4)
+    assert len(settled(recorder)) == 1
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer_module, "write", full)
+    for step in (2, 3):
+        micro_batch(recorder, step=step, count=4)
+        settled(recorder)
+    counters = recorder.take()
+    assert (counters.rows, counters.dropped_rows) == (8, 8)
+    (record,) = warnings.records
+    assert record.getMessage() == (
+        f"offpolicy.record.dir={recorder.settings.dir}: {os.strerror(errno.ENOSPC)}. Fix: free space there, or set "
+        "another directory. Recording stops, and training continues."
+    )
 
 
 # What stops it --------------------------------------------------------------------------------------------------
@@ -274,12 +285,6 @@ def test_no_step_passes_its_share_once_the_cost_is_known(
         else:  # at most the one that was tried stands beyond
             assert seconds <= max(allowed, cost) * (1 + 1e-6)
         known += len(inside)
-
-
-def test_each_update_of_a_step_has_its_part() -> None:
-    _, admitted = recorded([2.0] * 4, [0.025] * 4, updates=2)
-    for inside in admitted[1:]:
-        assert [sum(place // 8 == update for place in inside) for update in (0, 1)] == [2, 2]
 
 
 @pytest.mark.parametrize("every", [1, 10])

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from recipe.offpolicy.recording import Recording, RecordingError
@@ -42,12 +40,6 @@ def test_parts_of_one_correction_are_joined_where_it_asks_for_it(several: Path) 
     assert [len(part.rows) for part in join_alike(parts)] == [4, 2]
 
 
-def test_updates_under_one_correction_are_one_step(several: Path) -> None:
-    for rank in range(2):
-        (several / file_name(1, rank, 2)).unlink()
-    assert len(Recording(several).step(1).rows) == 4
-
-
 def test_a_step_in_one_file_and_in_files_of_updates(several: Path) -> None:
     record(several, FIRST)
     with pytest.raises(
@@ -79,12 +71,3 @@ def test_what_the_system_does_not_let_be_read_is_never_to_be_removed(
     recording = Recording(recorded)
     with pytest.raises(RecordingError, match=f"{name} is {said}$"):
         _ = recording.card if name == "run.json" else recording.step(1)
-
-
-def test_memory_that_does_not_suffice(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise pa.ArrowMemoryError("malloc of size 1 failed")
-
-    monkeypatch.setattr(pq.ParquetFile, "read", full)
-    with pytest.raises(RecordingError, match=r"does not fit into free memory\. Read fewer steps\."):
-        Recording(recorded).step(1)

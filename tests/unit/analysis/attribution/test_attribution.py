@@ -27,12 +27,6 @@ from tests.support.unscored import MADE_OF_MU, recorded_under
 LENGTHS = [20] * 64
 
 
-def constant(apart: float) -> Rows:
-    """log mu about -1 within 0.01 nats, and log pi_old, drawn for itself, ``apart`` above."""
-    mu, old = np.random.default_rng(0).normal(-1.0, 0.01, (2, 1280)).astype(np.float32)
-    return drawn_rows(LENGTHS, rollout_log_prob=mu, old_log_prob=old + np.float32(apart), log_prob=old)
-
-
 def test_a_large_mismatch_without_a_cause_is_said_to_be_large() -> None:
     """Noise of 0.3 nats, the same at every probability: no cause that is looked for makes it."""
     found = attribute_rows(drawn_rows(LENGTHS, backend=0.3), {})
@@ -50,14 +44,6 @@ def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     alike = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), one_engine)
     assert "there is nothing to explain, as with correction.proximal=same_engine" in format_verdict(alike)
     assert "5 tokens are recorded" in format_verdict(attribute_rows(drawn_rows([5]), {}))
-
-
-def test_log_probs_that_are_too_alike() -> None:
-    """k3(0.01) is 0.00005 and the correlation 0: neither healthy nor a fault."""
-    said = format_verdict(attribute_rows(constant(0.0), {}))
-    assert "vary too little to identify" in said
-    # An offset of 0.5 is large, and tells no token from another.
-    assert format_verdict(attribute_rows(constant(0.5), {})).startswith("The mismatch is large and its cause unknown")
 
 
 def at_gradient_step(rows: Rows, number: int) -> Rows:

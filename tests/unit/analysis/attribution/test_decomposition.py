@@ -219,9 +219,7 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
     ("text", "shown"),
     [
         ("a\nb\tc", "a\\nb\\tc"),
-        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
         ("right\u202eto left\u2028", "right\\u202eto left\\u2028"),
-        ("\ud800", "\\ud800"),
     ],
 )
 def test_what_would_act_on_a_terminal_is_escaped(text: str, shown: str) -> None:

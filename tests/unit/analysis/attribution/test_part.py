@@ -46,19 +46,6 @@ def assert_alike(found: Part, expected: Part) -> None:
         ]
 
 
-def test_parts_of_steps_add_up() -> None:
-    """Rows of both at once differ in their step alone, which tells contexts apart."""
-    first, second = draw(5), draw(6, rows=7)
-    found = join_parts(
-        [summarize_rows(first, (0,), worst=4), summarize_rows(second, (1,), worst=4, left_out=3)], worst=4
-    )
-    both = concatenate([first, second])
-    assert_alike(found, summarize_rows(both, (0,), worst=4))
-    assert (found.left_out, found.ages) == (3, {0: 7, 1: 6, 2: 6})
-    assert len(found.tokens) == len(found.worst) == 4
-    assert same(concatenate(found.samples), both)
-
-
 def test_pieces_of_a_step_add_up_to_the_step() -> None:
     """Of two ranks that hold copies of each row: an example counts both, and the sample is that of the whole step."""
     first = draw(5)

@@ -37,16 +37,12 @@ MASKS = {
     "any of the row": ANY,
     "token": ANY | {"level": "token"},
     "upper side": BAND | {"lower": None},
-    "lower side": BAND | {"upper": None},
-    "k2": K3 | {"aggregate": "k2_sum"},
     "k3_max": K3 | {"aggregate": "k3_max"},
-    "tv": K3 | {"aggregate": "tv_mean", "upper": 0.02},
     "binary_tv": ANY | {"aggregate": "binary_tv", "level": "token", "lower": -0.02, "upper": 0.02},
     "m2po": M2PO,
     "opsm": OPSM,
     "opsm of the step": OPSM | {"ratio": "ppo", "delta": 0.002},
     "by token's sign": OPSM | {"sign": "token"},
-    "positive": BAND | {"when": "positive"},
 }
 
 
@@ -135,7 +131,6 @@ def aged(seed: int) -> Rows:
 
 AGED = {
     "by token": (ANY | {"level": "token", "by_staleness": [1.0, 0.25, 0.5]}, 0.9),
-    "by row": (BAND | {"by_staleness": [1.0, 1.5, 0.5, 2.0]}, 0.9),
     "a delta": (OPSM | {"by_staleness": [0.5, 1.0]}, 0.9),
     "age by turn": ({"aggregate": "staleness", "level": "turn", "upper": 1, "when": "negative"}, 0.9),
 }

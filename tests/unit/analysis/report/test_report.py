@@ -156,7 +156,6 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
     [
         # Fresh: k3 of log rho 0.01, 5.0e-5; stale: of log rho 1, e - 2 = 0.72; of two rows as long, 0.36.
         ([0, 3], "KL(mu, pi_old) 5e-05 nats per token", "With stale rows, sampled by older weights, the mean is 0.36."),
-        ([3, 3], "unknown", "Every row was sampled by older weights"),
         ([0, 0], "KL(mu, pi_old) 0.36 nats per token", "Mean over 4 response tokens"),
     ],
 )
@@ -246,9 +245,7 @@ def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
     [
         ([1e-4] * 9, "steady"),
         ([1e-4] * 3 + [2e-4] * 3 + [9e-4] * 3, "grew from 0.0001 to 0.0009"),
-        ([9e-4] * 3 + [2e-4] * 3 + [1e-4] * 3, "fell from 0.0009 to 0.0001"),
         ([1e-4, 1.0, 1e-4] * 3, "swings between 0.0001 and 1"),
-        ([1e-4, 2e-4], "too few steps"),
     ],
 )
 def test_trend_of_the_mismatch(values: list[float], said: str) -> None:

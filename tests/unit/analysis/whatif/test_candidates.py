@@ -63,18 +63,8 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
         ([["correction=gsmm"]], [], "correction=gsmm: there is no such option. Nearest: 'gsm'."),
-        ([["correction=[tis_token,tis_sequence]"]], [], "both set correction.weight"),
         ([["correction=auto"]], [], "depends on a run's configuration"),
-        ([["correction=null"]], [], "Set correction=none"),
-        ([["correction=gsm", "correction=icepop"]], [], "given 2 times"),
-        ([["correction=gsm", "correction.masks.gsm.uper=2"]], [], "correction.masks.gsm.uper=2: unknown key"),
-        (
-            [["correction=gsm", "trainer.nnodes=2"]],
-            [],
-            "trainer.nnodes=2: this override does not belong to the correction",
-        ),
         ([["recorded", f"{UPPER}=2"]], [], "recorded takes no overrides. Use --grid"),
-        ([["correction=gsm", f"{UPPER}=${{nothing}}"]], [], "nothing"),
     ],
 )
 def test_what_cannot_be_meant(specs: list[list[str]], grid: list[str], words: str) -> None:

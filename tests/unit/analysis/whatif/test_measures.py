@@ -208,13 +208,11 @@ VANILLA = {"loss_mode": "vanilla"}
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, RecordedLoss()),
         (card(clip_ratio=0.2), RecordedLoss()),
         (
             card(policy_loss=VANILLA, clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28, clip_ratio_c=3),
             RecordedLoss("vanilla", 0.2, 0.28, 3.0),
         ),
-        (card(policy_loss={"loss_mode": "gspo"}, clip_ratio=0.2), RecordedLoss("gspo")),
     ],
 )
 def test_what_a_card_says(given: dict[str, Any], expected: RecordedLoss) -> None:

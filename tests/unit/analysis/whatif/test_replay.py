@@ -38,7 +38,6 @@ SPECS = {
     "turn": spec(TIS | {"level": "turn"}, turn=band(0.98, 1.02, level="turn")),
     "sequence": spec(TIS | {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}, opsm=opsm(0.01)),
     "normalised": spec(TIS | {"normalize": True}, positive=WIDE | {"when": "positive", "sign": "token"}),
-    "normalised_rows": spec(TIS | {"normalize": True, "level": "sequence"}),
     "m2po": spec(None, m2po=M2PO),
     "ppo": spec(None, ppo=band(0.999, 1.001, ratio="ppo"), tv=band(-0.1, 0.1, aggregate="binary_tv", level="token")),
     "outward": spec(
@@ -60,12 +59,6 @@ SPECS = {
                 when: {"level": "sequence", "kind": "gamma", "power": power, "rate": rate, "when": when}
                 for when, power, rate in (("positive", 2.0, 3.0), ("negative", 3.0, 2.0))
             }
-        }
-    ),
-    "after a tool": CorrectionSpec.from_mapping(
-        {
-            "weights": {"tool": TIS | {"kind": "reject", "lower": 0.98, "upper": 1.02, "when": "post_tool"}},
-            "masks": {"tool": WIDE | {"when": "post_tool"}},
         }
     ),
     "version": spec(TIS | {"level": "version"}),
