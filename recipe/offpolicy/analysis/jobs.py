@@ -25,8 +25,6 @@ LARGE: Final = 64e6
 """Total file size, in bytes, above which several processes save more time than they take to start."""
 AHEAD: Final = 2
 """Number of items in progress per process. Their results stay in memory until they can be yielded in order."""
-TRIES: Final = 3
-"""Number of attempts for an item before the item itself is blamed for the death of its processes."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
 """Size in bytes of the largest allocation that glibc keeps after it is freed (glibc's own maximum), and the limit on
@@ -50,14 +48,12 @@ class Jobs:
     def map(self, work: Callable[[Item], Result], items: Sequence[Item], what: str = "") -> Iterator[Result]:
         """Yield ``work(item)`` for each of ``items``, in their order, with few results in memory at a time.
 
-        If a process dies, the items that it was processing are started again.
-
         Args:
             work: a module-level function, or a partial of one.
             what: name of the work, for a progress bar if standard error is a terminal; empty for no bar.
 
         Raises:
-            AnalysisError: an item's process died ``TRIES`` times, or there is no cluster at the address.
+            AnalysisError: a process died, or there is no cluster at the address.
             Exception: any exception that ``work`` raised.
         """
         found: Iterator[Result]
@@ -90,23 +86,15 @@ def _run_ahead(submit: Callable[[Any, Item], Any], work: Any, items: Iterable[It
 
 
 def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
-    place, tries = 0, 0
-    while place < len(items):
-        pool = ProcessPoolExecutor(count, _prepare_forks(work), initializer=prepare_process)
-        try:
-            for future in _run_ahead(pool.submit, work, items[place:], AHEAD * count):
-                found = future.result()
-                place, tries = place + 1, 0
-                yield found
-        except BrokenProcessPool as error:
-            tries += 1
-            if tries == TRIES:
-                raise AnalysisError(
-                    f"a process that worked on {items[place]} or one of the next {AHEAD * count} items died, {TRIES} "
-                    "times. Fix: run with --jobs 1 to see the cause; if memory is short, use fewer jobs."
-                ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(count, _prepare_forks(work), initializer=prepare_process)
+    try:
+        yield from (future.result() for future in _run_ahead(pool.submit, work, items, AHEAD * count))
+    except BrokenProcessPool as error:
+        raise AnalysisError(
+            "a process died. Fix: run with --jobs 1 to see the cause; if memory is short, use fewer jobs."
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
@@ -148,8 +136,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
                 f"--ray {address}: no cluster responds at this address ({error}). Fix: pass the address that `ray "
                 "start` printed."
             ) from error
-    # Ray restarts the task of a worker that died, and counts the attempts.
-    task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
+    task = ray.remote(num_cpus=1)(_run_alone)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     for found in _run_ahead(task.remote, ray.put(work), items, most):
         try:
@@ -157,7 +144,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None
         except ray.exceptions.RayError as error:
-            raise AnalysisError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
+            raise AnalysisError(f"a task on the cluster at {address} died: {error}") from error
         yield result
 
 

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -199,33 +199,20 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
         sums: result of ``compute_sums_by_row``, summed over rows; SHAPE, or flat.
         floor: the backend's floor; by default, it is estimated from the fresh tokens of ``sums``.
     """
-    of_variance, of_kl = compute_many_shares(np.asarray(sums, dtype=np.float64).reshape(SHAPE), floor)
-    return of_variance.get_shares(), of_kl.get_shares()
+    *splits, identified = compute_many_shares(np.asarray(sums, dtype=np.float64).reshape(SHAPE), floor)
+    unknown: dict[str, Any] = {} if identified else {"backend": None, "staleness": None}
+    of_variance, of_kl = (Shares(**{name: float(part) for name, part in split.items()} | unknown) for split in splits)
+    return of_variance, of_kl
 
 
-@dataclass(frozen=True)
-class ManyShares:
-    """``Shares`` of several tables of sums, (...) each; NaN where a table has no token.
-
-    Attributes:
-        identified: whether backend and staleness could be separated; both are NaN where they could not.
-    """
-
-    whole: Array
-    rollout: Array
-    backend: Array
-    staleness: Array
-    drift: Array
-    identified: NDArray[np.bool_]
-
-    def get_shares(self) -> Shares:
-        """Return the shares of the only table."""
-        backend, staleness = (float(each) if self.identified else None for each in (self.backend, self.staleness))
-        return Shares(float(self.whole), float(self.rollout), backend, staleness, float(self.drift))
-
-
-def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tuple[ManyShares, ManyShares]:
+def compute_many_shares(
+    tables: Array, floor: BackendFloor | None = None
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
     """Compute the shares of variance and of KL of each table.
+
+    Returns:
+        Field of ``Shares`` -> (...), for variance and for KL, NaN where a table has no token; and whether backend and
+        staleness could be separated. Both are NaN where they could not.
 
     Args:
         tables: (..., *SHAPE), see ``compute_shares``.
@@ -249,8 +236,9 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
     gap_covariance = whole[..., _GL] / count - total * gap
     backend_covariance = backend[..., 1] / count - total * backend[..., 0] / count
     return (
-        _split(variance, gap_covariance, backend_covariance, identified),
-        _split(whole[..., _LK] / count, whole[..., _GK] / count, backend[..., 2] / count, identified),
+        _split(variance, gap_covariance, backend_covariance),
+        _split(whole[..., _LK] / count, whole[..., _GK] / count, backend[..., 2] / count),
+        identified,
     )
 
 
@@ -262,22 +250,20 @@ def _estimate_stale(stale: Array, floor: BackendFloor) -> Array:
     return np.stack([first.sum(-1), product.sum(-1), (tokens * floor.k3).sum(-1)], axis=-1)
 
 
-def _split(whole: Array, rollout: Array, backend: Array, identified: NDArray[np.bool_]) -> ManyShares:
+def _split(whole: Array, rollout: Array, backend: Array) -> dict[str, Array]:
     scale = np.divide(1.0, whole, out=np.full_like(whole, np.nan), where=whole > 0)
-    parts = [part * scale for part in (rollout, backend, rollout - backend, whole - rollout)]
-    return ManyShares(whole, parts[0], parts[1], parts[2], parts[3], identified)
+    parts = {"rollout": rollout, "backend": backend, "staleness": rollout - backend, "drift": whole - rollout}
+    return {"whole": whole} | {name: part * scale for name, part in parts.items()}
 
 
 PARTS: Final = ("rollout", "backend", "staleness", "drift")
+SHARES: Final = tuple(f"attribution/{whole}_share/{part}" for whole in ("variance", "kl") for part in PARTS)
 
 
 def _name_shares(of_variance: Shares, of_kl: Shares) -> dict[str, float]:
-    """Name ``attribution/{variance,kl}_share/{rollout,backend,staleness,drift}``; NaN for a share that is None."""
-    splits = {"variance": of_variance, "kl": of_kl}
-    values = {
-        f"attribution/{whole}_share/{part}": getattr(split, part) for whole, split in splits.items() for part in PARTS
-    }
-    return {name: math.nan if share is None else share for name, share in values.items()}
+    """Name the shares as in ``SHARES``; NaN for a share that is None."""
+    values = [getattr(split, part) for split in (of_variance, of_kl) for part in PARTS]
+    return {name: math.nan if share is None else share for name, share in zip(SHARES, values, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -301,8 +287,7 @@ def build_share_statistics(sums: Sequence[float]) -> dict[str, Statistic]:
     Args:
         sums: result of ``compute_sums_by_row``, summed over rows, flat, already on the host.
     """
-    names = (f"attribution/{whole}_share/{part}" for whole in ("variance", "kl") for part in PARTS)
-    return {name: ShareStatistic(Reduction.SUM, tuple(sums), name=name) for name in names}
+    return {name: ShareStatistic(Reduction.SUM, tuple(sums), name=name) for name in SHARES}
 
 
 def defer_share_statistics(

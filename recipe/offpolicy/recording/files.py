@@ -177,10 +177,8 @@ def read(path: Path) -> Step:
             # With only one CPU, this thread would merely wait for a reader thread.
             table = file.read(columns=schema.names, use_threads=pa.cpu_count() > 1)
             table.validate(full=True)
-    except RecordingError:
+    except (RecordingError, MemoryError):
         raise
-    except MemoryError as error:
-        raise RecordingError(f"{path}: this file does not fit into free memory. Read fewer steps.") from error
     except Exception as error:  # Arrow raises different types, depending on where it detects a contradiction
         if isinstance(error, OSError) and error.errno is not None:  # Arrow's own errors have no errno
             raise build_unreadable_error(path, error) from error

@@ -10,7 +10,7 @@ from ..page import Code, Details, Sections
 from ..plotting import MUTED, PALETTE, Axis, Mark, Panel, Rule
 from ..table import Column, Table
 from .attribution import Attribution
-from .cause import MISALIGNMENT, THRESHOLDS
+from .cause import THRESHOLDS
 from .decomposition import Bucket, Decomposition
 from .recorded_tokens import describe_left_out
 
@@ -40,13 +40,6 @@ def describe_unexplained(attribution: Attribution) -> str:
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
         return f"No cause can be tested: {'; '.join(why)}."
-    measured = (cause.evidence.get("correlation_0") for cause in attribution.causes if cause.name == MISALIGNMENT)
-    correlation = next(measured, None)
-    if correlation is not None and correlation < THRESHOLDS.related:
-        return (
-            f"KL(mu, pi_old) is small, {kl:.2g} nats per token, but the correlation of log pi_old and log mu is only "
-            f"{correlation:.2f}: the recorded log-probs vary too little to identify a cause."
-        )
     return f"No cause stands out: KL(mu, pi_old) is {kl:.2g} nats per token, as between two healthy engines."
 
 

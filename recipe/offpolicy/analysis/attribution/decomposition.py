@@ -285,14 +285,14 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
 
 def _compute_intervals(split: Array, native: Array | None, floor: BackendFloor | None) -> dict[str, Interval]:
     """Compute percentiles of the draws' shares; the floor is resampled too if it was estimated from the same rows."""
-    found = compute_many_shares(split[1:], floor)
-    after = (None, None) if native is None else compute_many_shares(native[1:])
+    found = compute_many_shares(split[1:], floor)[:2]
+    after = (None, None) if native is None else compute_many_shares(native[1:])[:2]
     drawn: dict[str, Array] = {}
     for name, part, without in zip(("variance", "kl"), found, after, strict=True):
-        drawn |= {f"{name}.{key}": getattr(part, key) for key in ("rollout", "backend", "staleness")}
+        drawn |= {f"{name}.{key}": part[key] for key in ("rollout", "backend", "staleness")}
         if without is not None:
-            drawn[f"{name}.routing"] = part.drift - without.drift
-        drawn[f"{name}.drift"] = part.drift if without is None else without.drift
+            drawn[f"{name}.routing"] = part["drift"] - without["drift"]
+        drawn[f"{name}.drift"] = part["drift"] if without is None else without["drift"]
     edge = 50 * (1 - LEVEL)
     intervals = {}
     for key, values in drawn.items():

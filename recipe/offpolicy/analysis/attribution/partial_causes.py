@@ -107,7 +107,7 @@ def find_stale_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
     cause, fresh = _compare_weights(sampled)
     cause = replace(cause, evidence={**cause.evidence, **of_prompts})
     if kept is None:
-        told_apart = _explain_missing_comparison(sampled, again)
+        told_apart = _explain_missing_comparison(sampled)
     else:
         of_new, fresh_new = _compare_weights(sampled.take(~again))
         if kept.low > THRESHOLDS.growth and of_new.verdict != "present":
@@ -166,18 +166,14 @@ def _compare_prompts(sampled: SampledTokens, again: Mask) -> tuple[Estimate | No
     return factor, {**means, **factor.name("again", "low", "high")}
 
 
-def _explain_missing_comparison(sampled: SampledTokens, again: Mask) -> str:
+def _explain_missing_comparison(sampled: SampledTokens) -> str:
     """Explain what is missing to tell stale weights from a stale cache; empty if recorded versions show the weights."""
     if (sampled.staleness > 0).any():
         return ""
-    if (sampled.again < 0).any():
-        return "; record the prompts to find out whether the weights or the cache are stale"
-    if again.sum() < LEAST_TOKENS:
-        return (
-            "; every step has new prompts, so either the weights are stale, or the cache of a text that the prompts "
-            "share is stale"
-        )
-    return "; to find out whether the weights or the cache are stale, new prompts are needed alongside repeated ones"
+    return (
+        "; to find out whether the weights or the cache are stale, record prompts; new prompts are needed alongside "
+        "repeated ones"
+    )
 
 
 def _compare_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
