@@ -132,10 +132,10 @@ def set_checkpointing(model: Any, on: bool) -> None:
 
 
 def compute_gradients(
-    model: Any, tokens: Tensor | None = None, before_backward: Callable[[], None] = lambda: None
+    model: Any, before_backward: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradient of each parameter for a loss that reads all of them; of the drawn tokens if of none."""
-    tokens = draw_tokens() if tokens is None else tokens
+    """Logits, and the gradient of each parameter for a loss that reads all of them."""
+    tokens = draw_tokens()
     model.zero_grad()
     logits = model(input_ids=tokens, use_cache=False).logits
     loss = logits.log_softmax(-1).gather(-1, tokens.roll(-1, 1)[..., None]).sum()

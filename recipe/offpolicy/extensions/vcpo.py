@@ -120,18 +120,14 @@ class OptimalBaseline(AdvantageExtension):
             if bool(dealt[at].any()) and not self._demanded:
                 self._demanded = f"group {name}: {dealt[at].tolist()}"
         self._found = {
-            "optimal_baseline/shift": _mean(shifts),
-            "optimal_baseline/largest_share": _mean(largest),
+            "optimal_baseline/shift": sum(shifts) / max(len(shifts), 1),
+            "optimal_baseline/largest_share": sum(largest) / max(len(largest), 1),
             "optimal_baseline/idle_groups": float(idle),
         }
         return dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
 
     def unproved(self) -> str | None:
         return None if self._proved else f"no group had an advantage other than 0 ({self.section}.over)."
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"

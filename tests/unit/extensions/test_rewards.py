@@ -37,9 +37,6 @@ def in_distillation(reward: float) -> object:
 
 PATHS = {
     "pass@k": in_training(PassAtK("pass_at_k", {"objective": "loo", "k": 2})),
-    "budget": in_training(PassAtK("pass_at_k", {"objective": "none", "budget": {"mode": "group_size"}})),
-    "length after": in_training(LengthPenalty("length_penalty", {"kind": "group"})),
-    "length before": in_training(LengthPenalty("length_penalty", {"kind": "uniform", "place": "before"})),
     "lengths": in_training(LengthPenalty("length_penalty", {"kind": "none"})),
     "validation": in_validation,
     "distillation": in_distillation,

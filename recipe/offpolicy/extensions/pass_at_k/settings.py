@@ -22,13 +22,11 @@ def _are_counts(value: Any) -> bool:
 def _is_schedule(value: Any) -> bool:
     if value is None:
         return True
-    if not isinstance(value, list | tuple) or not value:
+    try:
+        steps, ks = zip(*value, strict=True)
+    except (TypeError, ValueError):  # not pairs
         return False
-    pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-    if not pairs or not all(_is_step(step) and _is_count(k) for step, k in value):
-        return False
-    steps = [step for step, _ in value]
-    return steps == sorted(set(steps))
+    return all(map(_is_step, steps)) and all(map(_is_count, ks)) and list(steps) == sorted(set(steps))
 
 
 Count = Annotated[int, count("a count of 1 or more")]

@@ -128,11 +128,18 @@ def state_shift(lost: list[float], scores: list[float]) -> list[float]:
     return [differ * shrink * one + (1 - differ) * other for one, other in zip(whole, apart, strict=True)]
 
 
-@given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=6), st.floats(-9, 0), st.floats(-3, 8))
-def test_the_shift_is_divided_as_far_as_rewards_differ(steps: list[float], gap: float, size: float) -> None:
-    """Scores that differ by shares 1e-9 to 1 of their size, 1e-3 to 1e8."""
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=6),
+    st.floats(-9, 0),
+    st.floats(-3, 8),
+    st.sampled_from([0.1, 30.0]),
+)
+def test_the_shift_is_divided_as_far_as_rewards_differ(
+    steps: list[float], gap: float, size: float, each: float
+) -> None:
+    """Scores that differ by shares 1e-9 to 1 of their size, 1e-3 to 1e8; penalties that differ by less or more."""
     scores = (10**size * (1 - 10**gap * torch.tensor(steps, dtype=torch.float64) / 4)).float().double()
-    penalty = 0.1 * torch.arange(len(steps), dtype=torch.float64)
+    penalty = each * torch.arange(len(steps), dtype=torch.float64)
     shift = compute_shift(penalty, scores, {"a": list(range(len(steps)))}, by_std=True)
     assert shift.tolist() == pytest.approx(state_shift(penalty.tolist(), scores.tolist()), rel=1e-9, abs=1e-12)
 
