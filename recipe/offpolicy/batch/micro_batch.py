@@ -31,7 +31,7 @@ from ..correction import (
 )
 from ..correction.correction_parts import BY_AGE
 from ..correction.stages import compute_shadow_statistics
-from ..correction.statistics import DeferredValue, build_sum
+from ..correction.statistics import DeferredValue, Reduction
 from ..correction.telemetry import Measure
 from .padding import Layout, flatten, nest_like, pad_column, values_of, with_tensors
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
@@ -319,7 +319,7 @@ def count_unknown_versions(batch: MicroBatch) -> dict[str, Statistic]:
     if batch.versions is None:
         return {}
     unknown = batch.versions.find_unknown(batch.response_mask).sum(dtype=torch.float64)
-    return {"staleness/unknown_by_token": build_sum(unknown)}
+    return {"staleness/unknown_by_token": Statistic(Reduction.SUM, (unknown,))}
 
 
 def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:

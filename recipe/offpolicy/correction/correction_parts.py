@@ -229,18 +229,30 @@ class CorrectionParts(Specification):
         return self.needs_constants or self.recounts or self.baseline == "exclude"
 
     @cached_property
-    def step_parts(self) -> tuple[str, ...]:
-        """Keys, under ``correction``, of the parts that need the current policy or the advantages."""
-        return tuple(key for key, part in self.parts.items() if part.needs_step)
+    def step_parts(self) -> dict[str, WeightSpec | MaskSpec]:
+        """Parts, by key under ``correction``, that need the current policy or the advantages."""
+        return {key: part for key, part in self.parts.items() if part.needs_step}
 
     @cached_property
-    def rollout_rejects(self) -> tuple[str, ...]:
-        """Keys, under ``correction``, of the parts that can drop tokens based only on mu and pi_old."""
-        return tuple(
-            key
-            for key, part in self.parts.items()
-            if not part.needs_step and (isinstance(part, MaskSpec) or part.kind == "reject")
-        )
+    def rollout_parts(self) -> dict[str, WeightSpec | MaskSpec]:
+        """The other parts, which read only mu and pi_old, in an order that matters only for ``skyrl_compat``."""
+
+        def place(key: str) -> int:
+            part = self.parts[key]
+            if isinstance(part, WeightSpec):
+                return 2
+            if part.level == "token":
+                return 1
+            return 0 if part.aggregate == "any" else 3
+
+        return {key: self.parts[key] for key in sorted(self.parts, key=place) if key not in self.step_parts}
+
+    @cached_property
+    def rollout_rejects(self) -> dict[str, WeightSpec | MaskSpec]:
+        """Those of ``rollout_parts`` that can drop tokens."""
+        return {
+            key: part for key, part in self.rollout_parts.items() if isinstance(part, MaskSpec) or part.kind == "reject"
+        }
 
 
 def proximal_log_prob(

@@ -11,18 +11,18 @@ rejected row to a group of its own before verl's estimator runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from .masks import MaskSpec, compute_second_moment_cutoff, find_outside
+from .masks import MaskSpec, Ratio, compute_second_moment_cutoff, find_outside
 from .ratios import compute_finite_log_ratio, promote_weight_dtype
 from .row_layout import RowLayout, detect_layout, split_tokens
 from .spec import CorrectionSpec
-from .units import Level, Units, partition_units
+from .units import Level, Units, find_applicable, partition_units
 from .weights import AppliedWeight, WeightSpec, apply_weight, sum_weights
 
 
@@ -72,6 +72,7 @@ class Rollout:
         ids: level -> the token ids that separate its units; None for a level that needs no ids.
         ages: float64, versions of the weights since each token was sampled; None if no part reads ages or the ages are
             unknown.
+        turns: integers, the turn of each token; None if unknown.
     """
 
     rows: RowLayout
@@ -80,6 +81,7 @@ class Rollout:
     mask: Tensor
     ids: dict[Level, Tensor | None]
     ages: Tensor | None
+    turns: Tensor | None
 
     @classmethod
     def of(cls, spec: CorrectionSpec, rows: RowLayout, tokens: Mapping[str, Tensor], by_row: Tensor | None) -> Rollout:
@@ -105,27 +107,110 @@ class Rollout:
             ages = tokens["staleness"].double()
         elif spec.age_parts and by_row is not None:
             ages = rows.broadcast(rows.to_column(by_row.to(mask.device).double())).expand(mask.shape)
-        return cls(rows, tokens["old_log_prob"], tokens["rollout_log_prob"], mask, ids, ages)
+        turns = tokens.get("segment_ids")
+        return cls(rows, tokens["old_log_prob"], tokens["rollout_log_prob"], mask, ids, ages, turns)
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """Weights, kept tokens and rejected tokens of a rollout; each tensor is (B, T) padded or (N,) packed.
+class Verdicts:
+    """What parts decide; each tensor is (B, T) padded or (N,) packed.
 
     Attributes:
-        log_ratio, valid, decided, keep, units: see ``stages.RolloutStage``.
-        weighed: the weight; None if there is no weight, if it needs the current policy or advantages, or if it was not
-            requested.
-        drops: see ``stages.RolloutStage.rejected``.
+        keep: bool, tokens that all parts keep.
+        drops: key of the part under ``correction`` -> bool, the tokens that it rejects.
+        weighed: the weights.
+    """
+
+    keep: Tensor
+    drops: dict[str, Tensor]
+    weighed: list[AppliedWeight]
+
+
+Operands = Mapping[Ratio, tuple[Tensor, Tensor, Tensor]]
+"""Maps a ratio to its log per token, and to the log-probs of its two policies."""
+
+
+def apply_parts(
+    parts: Mapping[str, WeightSpec | MaskSpec],
+    operands: Operands,
+    units: Mapping[Level, Units],
+    valid: Tensor,
+    keep: Tensor,
+    dtype: torch.dtype,
+    *,
+    constants: BatchConstants,
+    advantages: Tensor | None = None,
+    turns: Tensor | None = None,
+    partition_kept: Callable[[Level, Tensor], Units] | None = None,
+) -> Verdicts:
+    """Apply weights and masks one after the other.
+
+    Args:
+        keep: tokens that are kept so far.
+        dtype: of weights.
+        advantages, turns: per token, for parts that apply only to some tokens.
+        partition_kept: for ``skyrl_compat``, where a sequence is aggregated only over the tokens that are kept so far.
+
+    Example:
+        >>> far = MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")
+        >>> log_ratio, valid = torch.tensor([[0.0, 1.0]]).double(), torch.ones(1, 2, dtype=torch.bool)
+        >>> operands = {"rollout": (log_ratio, log_ratio, log_ratio)}
+        >>> units = {"token": partition_units("token", valid, None)}
+        >>> whole = BatchConstants()
+        >>> apply_parts({"masks.far": far}, operands, units, valid, valid, torch.float32, constants=whole).keep.tolist()
+        [[True, False]]
+    """
+    drops: dict[str, Tensor] = {}
+    weighed: list[AppliedWeight] = []
+    for key, part in parts.items():
+        log_value, numerator, denominator = operands[part.ratio]
+        basis = units[part.level]
+        if partition_kept is not None and part.level != "token":
+            log_value, basis = torch.where(keep, log_value, 0.0), partition_kept(part.level, keep)
+        at = None
+        if part.when != "any":
+            at = find_applicable(part, advantages, valid, basis.rows, log_ratio=log_value, turns=turns)
+        drop: Tensor | None
+        if isinstance(part, MaskSpec):
+            cutoff = constants.cutoffs.get(key.removeprefix("masks."))
+            drop = find_outside(part, log_value, basis, numerator=numerator, denominator=denominator, cutoff=cutoff)
+            drop = drop if at is None else drop & at
+        else:
+            mean = constants.weight_mean if part.normalize else 1.0
+            if mean is None:
+                raise ValueError("weight.normalize divides by the batch's mean. Pass the result of batch_constants.")
+            applied = apply_weight(part, log_value, basis, valid, mean, dtype)
+            weighed.append(applied if at is None else applied.restrict(at))
+            drop = weighed[-1].drop
+        if drop is not None:
+            drops[key] = drop
+            keep = keep & ~drop
+    return Verdicts(keep, drops, weighed)
+
+
+@dataclass(frozen=True)
+class Decisions(Verdicts):
+    """Decisions from mu and pi_old; each tensor is (B, T) padded or (N,) packed.
+
+    Attributes:
+        log_ratio: log(pi_old / mu), 0 outside ``valid``.
+        valid: bool, the response mask without tokens whose mu or pi_old is not finite.
+        decided: bool, the tokens on which the correction decides: ``valid``, and, for a correction that does not read
+            mu, also tokens for which only mu is not finite.
+        units: level -> the units on which the correction decides.
+        dtype: of weights.
     """
 
     log_ratio: Tensor
     valid: Tensor
     decided: Tensor
-    keep: Tensor
     units: dict[Level, Units]
-    weighed: AppliedWeight | None
-    drops: dict[str, Tensor]
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of each token, detached, 0 outside ``decided``; 1 if there is none, or none yet."""
+        return self.weighed[0].weight if self.weighed else self.decided.to(self.dtype)
 
 
 def decide_rollout(
@@ -151,48 +236,25 @@ def decide_rollout(
         [[True, False]]
     """
     rows, old, mu, ids = rollout.rows, rollout.old, rollout.mu, rollout.ids
+    dtype = promote_weight_dtype(old, mu)
     valid, log_rho = compute_finite_log_ratio(old, mu, rollout.mask) if compared is None else compared
     decided = valid if spec.reads_mu else rollout.mask & torch.isfinite(old)
     units = {level: partition_units(level, decided, ids[level], rows, rollout.ages) for level in spec.levels}
-    weighed = None
-    keep = decided
-    drops: dict[str, Tensor] = {}
-    for key, part in _order(spec):
-        seen, basis = log_rho, units[part.level]
-        if spec.skyrl_compat and part.level != "token":
-            # In SkyRL, a sequence is aggregated only over the tokens that the token masks keep.
-            seen = torch.where(keep, log_rho, 0.0)
-            basis = partition_units(part.level, keep, ids[part.level], rows)
-        drop: Tensor | None
-        if isinstance(part, MaskSpec):
-            cutoff = constants.cutoffs.get(key.removeprefix("masks."))
-            drop = find_outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
-        elif not weigh and part.kind != "reject":
-            continue
-        else:
-            mean = constants.weight_mean if part.normalize else 1.0
-            if mean is None:
-                raise ValueError("weight.normalize divides by the batch's mean. Pass the result of batch_constants.")
-            weighed = apply_weight(part, seen, basis, valid, mean, promote_weight_dtype(old, mu))
-            drop = weighed.drop
-        if drop is not None:
-            drops[key] = drop
-            keep = keep & ~drop
-    return Decisions(log_rho, valid, decided, keep, units, weighed, drops)
 
+    def partition_kept(level: Level, keep: Tensor) -> Units:
+        return partition_units(level, keep, ids[level], rows)
 
-def _order(spec: CorrectionSpec) -> list[tuple[str, WeightSpec | MaskSpec]]:
-    """Return the rollout stage's parts with their keys, in an order that matters only for ``skyrl_compat``."""
-
-    def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
-        _, part = item
-        if isinstance(part, WeightSpec):
-            return 2
-        if part.level == "token":
-            return 1
-        return 0 if part.aggregate == "any" else 3
-
-    return sorted((item for item in spec.parts.items() if not item[1].needs_step), key=place)
+    found = apply_parts(
+        spec.rollout_parts if weigh else spec.rollout_rejects,
+        {"rollout": (log_rho, old, mu)},
+        units,
+        valid,
+        decided,
+        dtype,
+        constants=constants,
+        partition_kept=partition_kept if spec.skyrl_compat else None,
+    )
+    return Decisions(found.keep, found.drops, found.weighed, log_rho, valid, decided, units, dtype)
 
 
 def batch_constants(spec: CorrectionSpec, **columns: Unpack[Columns]) -> BatchConstants:

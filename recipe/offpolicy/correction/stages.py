@@ -20,17 +20,15 @@ import torch
 from torch import Tensor
 
 from . import telemetry
-from .decisions import BatchConstants, Columns, Rollout, batch_constants, decide_rollout
-from .masks import MaskSpec, Ratio, find_outside
-from .ratios import compute_log_ratio, promote_weight_dtype
+from .decisions import BatchConstants, Columns, Decisions, Rollout, apply_parts, batch_constants, decide_rollout
+from .masks import Ratio
+from .ratios import compute_log_ratio
 from .row_layout import RowLayout, detect_layout
 from .spec import CorrectionSpec
 from .statistics import Statistic
 from .telemetry import Mismatch
 from .token_sample import TokenSample, build_sample
-from .units import Level, Units, find_applicable
 from .validation import rename_for_metrics
-from .weights import AppliedWeight, apply_weight
 
 _KEEP = re.compile(
     r"keep/(?P<sign>(?:positive|negative)/)?(?P<share>token|sequence)_share"
@@ -42,41 +40,39 @@ _WEIGHT = ("weight/mean", "weight/ess", "weight/truncated_share")
 
 @dataclass(frozen=True)
 class RolloutStage:
-    """Decisions from mu and pi_old, in the layout of the given tensors: (B, T), or nested by row.
+    """Decisions from mu and pi_old; each property is in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
         spec: the correction; the step stage must use the same correction.
-        weight: (B, T) float32 or wider, detached, 0 outside ``decided``; 1 if the weight needs the current policy.
-        keep: (B, T) bool, False outside ``decided``, and for tokens that a part rejects without needing pi or
-            advantages.
-        rejected: key, under ``correction``, of each part that this stage decides -> (B, T) bool, the tokens that the
-            part rejects.
-        log_ratio: (B, T) log(pi_old / mu), 0 outside ``valid``.
-        valid: (B, T) bool, the response mask without tokens whose mu or pi_old is not finite.
-        decided: (B, T) bool, the tokens on which the correction decides: ``valid``, and, for a correction that does not
-            read mu, also tokens for which only mu is not finite.
-        response_mask: (B, T) bool.
         columns: the tensors as given.
-        rows: layout of all these tensors.
-        units: level -> the units on which the correction decides.
+        rollout: the same as tensors of tokens.
+        decisions: the decisions of the parts that need neither pi nor advantages, as tensors of tokens.
         statistics: name -> typed statistic, see ``statistics``.
         sample, mismatch: inputs of the step stage's statistics; None if nothing is measured.
     """
 
     spec: CorrectionSpec
-    weight: Tensor
-    keep: Tensor
-    rejected: dict[str, Tensor]
-    log_ratio: Tensor
-    valid: Tensor
-    decided: Tensor
-    response_mask: Tensor
     columns: Columns
-    rows: RowLayout
-    units: dict[Level, Units]
+    rollout: Rollout
+    decisions: Decisions
     statistics: dict[str, Statistic]
     sample: TokenSample | None = None
     mismatch: Mismatch | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Float32 or wider, detached, 0 outside the decided tokens; 1 if the weight needs the current policy."""
+        return self.rollout.rows.to_given_layout(self.decisions.weight)
+
+    @property
+    def keep(self) -> Tensor:
+        """Bool, False for tokens on which nothing is decided, or that a part rejects without pi or advantages."""
+        return self.rollout.rows.to_given_layout(self.decisions.keep)
+
+    @property
+    def valid(self) -> Tensor:
+        """Bool, the response mask without tokens whose mu or pi_old is not finite."""
+        return self.rollout.rows.to_given_layout(self.decisions.valid)
 
 
 @dataclass(frozen=True)
@@ -133,41 +129,23 @@ def rollout_stage(
     if unknown := columns.keys() - Columns.__annotations__.keys():
         raise TypeError(f"unknown columns {', '.join(sorted(unknown))}. decisions.Columns lists the known columns.")
     if constants is None:
-        constants = batch_constants(spec, **columns)
+        constants = batch_constants(spec, **columns) if spec.needs_constants else BatchConstants()
     rows, tokens, by_row = _read_columns(columns)
     rollout = Rollout.of(spec, rows, tokens, by_row)
-    old, mu, mask = rollout.old, rollout.mu, rollout.mask
-    compared = None if alongside is None else (rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio))
+    compared = None if alongside is None else (alongside.decisions.valid, alongside.decisions.log_ratio)
     found = decide_rollout(spec, rollout, constants, compared)
     sample, mismatch = None, None
     statistics: dict[str, Statistic] = {}
     if measure != "nothing":
         sample = None if alongside is None else alongside.sample
         if sample is None:
-            sample = build_sample(rows, mask, found.valid, tokens.get("segment_ids"), columns.get("staleness"))
+            sample = build_sample(rows, rollout.mask, found.valid, rollout.turns, columns.get("staleness"))
         if measure == "all":
-            statistics, mismatch = telemetry.measure_rollout(sample, found.log_ratio, old, mu)
+            statistics, mismatch = telemetry.measure_rollout(sample, found.log_ratio, rollout.old, rollout.mu)
         if not any(each.needs_step for each in spec.all_weights.values()):
-            statistics |= telemetry.measure_weight(sample, found.weighed, mismatch.ratio if mismatch else None)
-    applied = found.decided.to(promote_weight_dtype(old, mu)) if found.weighed is None else found.weighed.weight
-    results = applied, found.keep, found.log_ratio, found.valid, found.decided, mask, *found.drops.values()
-    weight, keep, log_ratio, valid, decided, mask, *drops = map(rows.to_given_layout, results)
-    return RolloutStage(
-        spec=spec,
-        weight=weight,
-        keep=keep,
-        rejected=dict(zip(found.drops, drops, strict=True)),
-        log_ratio=log_ratio,
-        valid=valid,
-        decided=decided,
-        response_mask=mask,
-        columns=columns,
-        rows=rows,
-        units=found.units,
-        statistics=statistics,
-        sample=sample,
-        mismatch=mismatch,
-    )
+            weighed = found.weighed[0] if found.weighed else None
+            statistics |= telemetry.measure_weight(sample, weighed, mismatch.ratio if mismatch else None)
+    return RolloutStage(spec, columns, rollout, found, statistics, sample, mismatch)
 
 
 def _read_columns(columns: Columns) -> tuple[RowLayout, dict[str, Tensor], Tensor | None]:
@@ -212,6 +190,7 @@ def step_stage(
         ValueError: shapes differ, the stage belongs to another correction, or a mask's advantages are missing.
 
     Example:
+        >>> from .masks import MaskSpec
         >>> spec = CorrectionSpec(masks=(("far", MaskSpec("ppo", "token", "product", 0.5, 2.0, "any")),))
         >>> pi_old, pi = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])  # pi / pi_old = 1 and e
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
@@ -224,66 +203,53 @@ def step_stage(
             f"the rollout stage was computed for {stage.spec.to_mapping()}, but the step stage was called for "
             f"{spec.to_mapping()}: run rollout_stage again with the new correction."
         )
-    rows = stage.rows
+    rollout, first, sample, mismatch = stage.rollout, stage.decisions, stage.sample, stage.mismatch
+    rows, old, mu, valid = rollout.rows, rollout.old, rollout.mu, first.decided
     given = {"log_prob": log_prob} if advantages is None else {"log_prob": log_prob, "advantages": advantages}
-    detect_layout(response_mask=stage.response_mask, **given)
-    policies = log_prob, stage.columns["old_log_prob"], stage.columns["rollout_log_prob"]
-    decisions = stage.valid, stage.decided, stage.log_ratio, stage.weight, stage.keep, *stage.rejected.values()
-    pi, old, mu, finite, valid, log_rho, weight, keep, *rejected = map(rows.tokens, (*policies, *decisions))
-    segment_ids = stage.columns.get("segment_ids")
-    segments = None if segment_ids is None else rows.tokens(segment_ids)
+    detect_layout(old_log_prob=stage.columns["old_log_prob"], **given)
+    pi = rows.tokens(log_prob)
     if advantages is None:
         _check_advantages_unread(spec)
-    signs = torch.zeros_like(log_rho) if advantages is None else rows.tokens(advantages)
-    all_of_it = stage.mismatch is not None
-    log_r = compute_log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
-    operands: dict[Ratio, tuple[Tensor, Tensor, Tensor]] = {"rollout": (log_rho, old, mu)}
-    if log_r is not None:
-        operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
+    signs = torch.zeros_like(first.log_ratio) if advantages is None else rows.tokens(advantages)
+    operands: dict[Ratio, tuple[Tensor, Tensor, Tensor]] = {"rollout": (first.log_ratio, old, mu)}
+    if mismatch is not None or spec.step_parts:
+        log_r = compute_log_ratio(pi, old, valid)
+        operands |= {"full": (first.log_ratio + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
-    drops: dict[str, Tensor] = {}
-    weighed: list[AppliedWeight] = []
-    for key, part in spec.parts.items():
-        if not part.needs_step:
-            continue
-        log_value, numerator, denominator = operands[part.ratio]
-        units, at = stage.units[part.level], None
-        if part.when != "any":
-            at = find_applicable(part, signs, valid, rows, log_ratio=log_value, turns=segments)
-        drop: Tensor | None
-        if isinstance(part, MaskSpec):
-            drop = find_outside(part, log_value, units, numerator=numerator, denominator=denominator)
-            drop = drop if at is None else drop & at
-        else:
-            applied = apply_weight(part, log_value, units, valid, 1.0, weight.dtype)
-            applied = applied if at is None else applied.restrict(at)
-            weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
-            weighed.append(applied)
-            drop = applied.drop
-        if drop is not None:
-            drops[key] = drop
-            keep = keep & ~drop
-
+    found = apply_parts(
+        spec.step_parts,
+        operands,
+        first.units,
+        valid,
+        first.keep,
+        first.dtype,
+        constants=BatchConstants(),
+        advantages=signs,
+        turns=rollout.turns,
+    )
+    weight = first.weight
+    for each in found.weighed:
+        weight = each.weight if each.at is None else torch.where(each.at, each.weight, weight)
+    drops = first.drops | found.drops
     statistics, full = dict(stage.statistics), None
-    if stage.sample is not None:
-        if stage.mismatch is not None:
+    if sample is not None:
+        if mismatch is not None:
             ppo_drift, full_drift = (
-                drift if spec.reads_mu else torch.where(finite, drift, 0.0)
+                drift if spec.reads_mu else torch.where(first.valid, drift, 0.0)
                 for drift in (operands["ppo"][0], operands["full"][0])
             )
-            measured, full = telemetry.measure_step(stage.sample, stage.mismatch, ppo_drift, full_drift, pi, signs)
+            measured, full = telemetry.measure_step(sample, mismatch, ppo_drift, full_drift, pi, signs)
             statistics |= measured
             if spec.penalty is not None:
                 statistics |= telemetry.measure_penalty(operands[spec.penalty.ratio][0], valid)
-        if weighed and weighed[0].at is None:
-            statistics |= telemetry.measure_weight(stage.sample, weighed[0], full)
-        elif weighed:
-            statistics |= telemetry.measure_weights_by_sign(stage.sample, weighed, raw=full is not None)
-        before = dict(zip(stage.rejected, rejected, strict=True))
+        if found.weighed and found.weighed[0].at is None:
+            statistics |= telemetry.measure_weight(sample, found.weighed[0], full)
+        elif found.weighed:
+            statistics |= telemetry.measure_weights_by_sign(sample, found.weighed, raw=full is not None)
         of_tokens = [f"masks.{name}" for name, mask in spec.masks if mask.level == "token"]
-        statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs, valid, of_tokens)
-    weight, keep, *of_step = map(rows.to_given_layout, (weight, keep, *drops.values()))
-    return StepStage(weight, keep, stage.rejected | dict(zip(drops, of_step, strict=True)), statistics)
+        statistics |= telemetry.measure_keep(sample, found.keep, drops, signs, valid, of_tokens)
+    weight, keep, *rejected = map(rows.to_given_layout, (weight, found.keep, *drops.values()))
+    return StepStage(weight, keep, dict(zip(drops, rejected, strict=True)), statistics)
 
 
 def _check_advantages_unread(spec: CorrectionSpec) -> None:
@@ -319,6 +285,7 @@ def compute_shadow_statistics(
             correction that needs one.
 
     Example:
+        >>> from .masks import MaskSpec
         >>> token_mask = CorrectionSpec(masks=(("tm", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
         >>> pi, ones = torch.zeros(1, 2), torch.ones(1, 2)
         >>> mu = torch.tensor([[0.0, -1.0]])  # r = 1 and 2.7

@@ -92,58 +92,6 @@ class Statistic:
                 return weights * weights / (count * squares) if squares > _LEAST_SQUARE * count else math.nan
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Partial sums over a sample of weights w, computed from w - 1, which loses no digits if w is near 1.
-
-    Each attribute is a 0-dim float64 tensor.
-
-    Attributes:
-        excess: sum of w - 1.
-        square: sum of (w - 1)^2.
-        count: number of weights.
-        least, greatest: least and greatest w - 1; meaningless without weights.
-    """
-
-    excess: Tensor
-    square: Tensor
-    count: Tensor
-    least: Tensor
-    greatest: Tensor
-
-    def build_statistics(self, name: str) -> dict[str, Statistic]:
-        """Build mean, std, min, max, ess and chi2 under ``name``."""
-        sums = (self.excess, self.square, self.count)
-        return {
-            f"{name}/mean": Statistic(Reduction.MEAN, (self.excess, self.count), about=1.0),
-            f"{name}/std": Statistic(Reduction.STD, sums),
-            f"{name}/min": Statistic(Reduction.MIN, (self.least, self.count), about=1.0),
-            f"{name}/max": Statistic(Reduction.MAX, (self.greatest, self.count), about=1.0),
-            f"{name}/ess": Statistic(Reduction.ESS, sums),
-            f"{name}/chi2": Statistic(Reduction.CHI2, sums),
-        }
-
-
-def build_sum(value: Tensor) -> Statistic:
-    """Build a statistic that is a sum.
-
-    Example:
-        >>> build_sum(torch.tensor(3.0)).value()
-        3.0
-    """
-    return Statistic(Reduction.SUM, (value,))
-
-
-def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
-    """Build a mean, or a share of a whole, from a sum and a count.
-
-    Example:
-        >>> build_mean(torch.tensor(3.0), torch.tensor(4.0)).value()
-        0.75
-    """
-    return Statistic(Reduction.MEAN, (value, count), about)
-
-
 T = TypeVar("T")
 
 

@@ -20,10 +20,9 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from . import statistics as st
 from .ratios import compute_excess, exceeds_bounds
-from .statistics import SIGNS, Moments, Reduction, Statistic
-from .token_sample import TokenSample, sum_products, sum_squares, to_float64
+from .statistics import SIGNS, Reduction, Statistic
+from .token_sample import TokenSample, to_float64
 from .weights import AppliedWeight
 
 Measure = Literal["all", "decisions", "nothing"]
@@ -31,6 +30,38 @@ Measure = Literal["all", "decisions", "nothing"]
 
 _GEOMETRIC: Final = (math.log(0.99), math.log(1.01))
 _PRODUCT: Final = (math.log(0.5), math.log(2.0))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Partial sums over a sample of weights w, computed from w - 1, which loses no digits if w is near 1.
+
+    Each attribute is a 0-dim float64 tensor.
+
+    Attributes:
+        excess: sum of w - 1.
+        square: sum of (w - 1)^2.
+        count: number of weights.
+        least, greatest: least and greatest w - 1; meaningless without weights.
+    """
+
+    excess: Tensor
+    square: Tensor
+    count: Tensor
+    least: Tensor
+    greatest: Tensor
+
+    def build_statistics(self, name: str) -> dict[str, Statistic]:
+        """Build mean, std, min, max, ess and chi2 under ``name``."""
+        sums = (self.excess, self.square, self.count)
+        return {
+            f"{name}/mean": Statistic(Reduction.MEAN, (self.excess, self.count), about=1.0),
+            f"{name}/std": Statistic(Reduction.STD, sums),
+            f"{name}/min": Statistic(Reduction.MIN, (self.least, self.count), about=1.0),
+            f"{name}/max": Statistic(Reduction.MAX, (self.greatest, self.count), about=1.0),
+            f"{name}/ess": Statistic(Reduction.ESS, sums),
+            f"{name}/chi2": Statistic(Reduction.CHI2, sums),
+        }
 
 
 @dataclass(frozen=True)
@@ -67,21 +98,21 @@ def measure_rollout(
     k3_by_row = rows.sum(above) - by_row
     log_total = by_row.sum()
     ratio = _of_tokens(sample, above)
-    old_total = sum_products(old_log_prob.double().nan_to_num(0.0, 0.0, 0.0), sample.valid_number)
+    old_total = _dot(old_log_prob.double().nan_to_num(0.0, 0.0, 0.0), sample.valid_number)
     sequences = _of_counted(by_row, sample.rows_with_length)
     not_finite = _not_finite(sample, rollout_log_prob, old_log_prob)
     statistics = ratio.build_statistics("rollout_ratio") | sequences.build_statistics("rollout_ratio_sequence")
     statistics |= {
-        "log_prob_difference/mean": st.build_mean(log_total, count),
-        "log_prob_difference/std": Statistic(Reduction.STD, (log_total, sum_squares(log_rho), count)),
-        "log_prob_difference/abs_mean": st.build_mean(torch.linalg.vector_norm(log_rho, 1), count),
+        "log_prob_difference/mean": _mean(log_total, count),
+        "log_prob_difference/std": Statistic(Reduction.STD, (log_total, _square(log_rho), count)),
+        "log_prob_difference/abs_mean": _mean(torch.linalg.vector_norm(log_rho, 1), count),
         # KL(mu || pi_old) from mu's own samples (Schulman 2020).
-        "kl/k1": st.build_mean(-log_total, count),
-        "kl/k3": st.build_mean(k3_by_row.sum(), count),
+        "kl/k1": _mean(-log_total, count),
+        "kl/k3": _mean(k3_by_row.sum(), count),
         "perplexity/rollout": Statistic(Reduction.PERPLEXITY, (old_total - log_total, count)),
         "perplexity/old": Statistic(Reduction.PERPLEXITY, (old_total, count)),
-        "nonfinite/rollout_log_prob": st.build_sum(not_finite[0]),
-        "nonfinite/old_log_prob": st.build_sum(not_finite[1]),
+        "nonfinite/rollout_log_prob": _sum(not_finite[0]),
+        "nonfinite/old_log_prob": _sum(not_finite[1]),
     }
     columns = {
         "rows": sample.tokens > 0,
@@ -92,28 +123,28 @@ def measure_rollout(
     }
     for name, sums in sample.groups.sum_columns(columns).items():
         if name.startswith("length/"):
-            statistics[f"{name}/sequences"] = st.build_sum(sums["rows"])
-            statistics[f"{name}/geometric_keep_share"] = st.build_mean(sums["geometric"], sums["rows"])
-            statistics[f"{name}/product_keep_share"] = st.build_mean(sums["product"], sums["rows"])
+            statistics[f"{name}/sequences"] = _sum(sums["rows"])
+            statistics[f"{name}/geometric_keep_share"] = _mean(sums["geometric"], sums["rows"])
+            statistics[f"{name}/product_keep_share"] = _mean(sums["product"], sums["rows"])
         elif name.startswith("staleness/"):
-            statistics[f"{name}/token_count"] = st.build_sum(sums["tokens"])
-            statistics[f"{name}/kl_k3"] = st.build_mean(sums["k3"], sums["tokens"])
+            statistics[f"{name}/token_count"] = _sum(sums["tokens"])
+            statistics[f"{name}/kl_k3"] = _mean(sums["k3"], sums["tokens"])
     if sample.turns is not None:
         by_turn = sample.sum_by_turn(sample.valid_number, above - log_rho, above, above.square())
         for name, (counted, k3, turn_excess, square) in by_turn.items():
-            statistics[f"turn/{name}/token_count"] = st.build_sum(counted)
-            statistics[f"turn/{name}/kl_k3"] = st.build_mean(k3, counted)
-            statistics[f"turn/{name}/rollout_ratio/mean"] = st.build_mean(turn_excess, counted, about=1.0)
+            statistics[f"turn/{name}/token_count"] = _sum(counted)
+            statistics[f"turn/{name}/kl_k3"] = _mean(k3, counted)
+            statistics[f"turn/{name}/rollout_ratio/mean"] = _mean(turn_excess, counted, about=1.0)
             statistics[f"turn/{name}/rollout_ratio/std"] = Statistic(Reduction.STD, (turn_excess, square, counted))
     for name, (counted, k3) in sample.sum_by_age(sample.valid_number, above - log_rho).items():
-        statistics[f"staleness/{name}/token_count"] = st.build_sum(counted)
-        statistics[f"staleness/{name}/kl_k3"] = st.build_mean(k3, counted)
+        statistics[f"staleness/{name}/token_count"] = _sum(counted)
+        statistics[f"staleness/{name}/kl_k3"] = _mean(k3, counted)
     if sample.staleness is not None:
         some = (sample.tokens > 0).double() if sample.ages is None else to_float64(sample.mask)
         # Ages are 0 or more, so the 0 that stands for excluded tokens never exceeds the greatest age.
         ages = some * sample.staleness
         counted = some.sum()
-        statistics["staleness/mean"] = st.build_mean(ages.sum(), counted)
+        statistics["staleness/mean"] = _mean(ages.sum(), counted)
         statistics["staleness/max"] = Statistic(Reduction.MAX, (_greatest(ages), counted))
     return statistics, Mismatch(ratio, old_total)
 
@@ -141,8 +172,8 @@ def measure_step(
     ppo, full = (_of_tokens(sample, compute_excess(value)) for value in (log_r, log_full))
     not_finite = _not_finite(sample, log_prob, advantages)
     statistics = {
-        "nonfinite/log_prob": st.build_sum(not_finite[0]),
-        "nonfinite/advantages": st.build_sum(not_finite[1]),
+        "nonfinite/log_prob": _sum(not_finite[0]),
+        "nonfinite/advantages": _sum(not_finite[1]),
         "perplexity/current": Statistic(Reduction.PERPLEXITY, (current_total, sample.count)),
     }
     return statistics | ppo.build_statistics("ppo_ratio") | full.build_statistics("full_ratio"), full
@@ -175,7 +206,7 @@ def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Mo
     if ratio is not None:
         raw = ratio if weighed.spec.level == "token" else _of_units(weighed, sample.valid)
         statistics |= raw.build_statistics("raw_weight")
-    statistics["weight/truncated_share"] = st.build_mean(_out_of_bounds(weighed, sample.valid), count)
+    statistics["weight/truncated_share"] = _mean(_out_of_bounds(weighed, sample.valid), count)
     return statistics
 
 
@@ -216,7 +247,7 @@ def measure_weights_by_sign(
     statistics = _of_tokens(sample, applied_above).build_statistics("weight")
     if raw:
         statistics |= _of_tokens(sample, raw_above).build_statistics("raw_weight")
-    return statistics | {"weight/truncated_share": st.build_mean(outside, sample.count)}
+    return statistics | {"weight/truncated_share": _mean(outside, sample.count)}
 
 
 @torch.no_grad()
@@ -231,7 +262,7 @@ def measure_penalty(log_ratio: Tensor, decided: Tensor) -> dict[str, Statistic]:
         >>> measure_penalty(torch.tensor([[2.0, 0.0]]).double(), torch.tensor([[True, True]]))["penalty/mean"].value()
         2.0
     """
-    return {"penalty/mean": st.build_mean(sum_squares(log_ratio), decided.sum(dtype=torch.float64))}
+    return {"penalty/mean": _mean(_square(log_ratio), decided.sum(dtype=torch.float64))}
 
 
 @torch.no_grad()
@@ -279,10 +310,10 @@ def measure_keep(
     advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * decided)
     by_group = sample.groups.add_signs(advantage, SIGNS).sum_columns(columns)
     sums = by_group[""]
-    statistics = {"keep/token_mask_ratio": st.build_mean(sums["token_masked"], sums["tokens"])}
+    statistics = {"keep/token_mask_ratio": _mean(sums["token_masked"], sums["tokens"])}
     for group, sums in by_group.items():
-        token_share = st.build_mean(sums["kept"], sums["tokens"])
-        row_share = st.build_mean(sums["kept_rows"], sums["rows"])
+        token_share = _mean(sums["kept"], sums["tokens"])
+        row_share = _mean(sums["kept_rows"], sums["rows"])
         if group.startswith("length/"):
             statistics |= {f"{group}/keep_token_share": token_share, f"{group}/keep_sequence_share": row_share}
         elif group.startswith("staleness/"):
@@ -292,19 +323,19 @@ def measure_keep(
             statistics |= {f"keep/{by_sign}token_share": token_share, f"keep/{by_sign}sequence_share": row_share}
             for key in rejected:
                 name = f"{key.replace('masks.', 'mask/').replace('weights.', 'weights/')}/{by_sign}"
-                statistics[f"{name}masked_token_share"] = st.build_mean(sums[f"{key} tokens"], sums["tokens"])
-                statistics[f"{name}masked_sequence_share"] = st.build_mean(sums[f"{key} rows"], sums["decided_rows"])
+                statistics[f"{name}masked_token_share"] = _mean(sums[f"{key} tokens"], sums["tokens"])
+                statistics[f"{name}masked_sequence_share"] = _mean(sums[f"{key} rows"], sums["decided_rows"])
     by_token = () if sample.turns is None and sample.ages is None else (to_float64(keep), to_float64(sample.mask))
     for name, (kept, tokens) in sample.sum_by_turn(*by_token).items():
-        statistics[f"turn/{name}/keep_token_share"] = st.build_mean(kept, tokens)
+        statistics[f"turn/{name}/keep_token_share"] = _mean(kept, tokens)
     for name, (kept, tokens) in sample.sum_by_age(*by_token).items():
-        statistics[f"staleness/{name}/keep_token_share"] = st.build_mean(kept, tokens)
+        statistics[f"staleness/{name}/keep_token_share"] = _mean(kept, tokens)
     return statistics
 
 
 def _of_tokens(sample: TokenSample, above: Tensor) -> Moments:
     """Compute the moments of one weight per valid token from ``above``, the weight minus 1: float64, 0 elsewhere."""
-    return Moments(above.sum(), sum_squares(above), sample.count, *sample.min_and_max(above))
+    return Moments(above.sum(), _square(above), sample.count, *sample.min_and_max(above))
 
 
 def _of_units(weighed: AppliedWeight, valid: Tensor) -> Moments:
@@ -323,7 +354,7 @@ def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
     if none.numel():
         # Weights that do not occur are moved beyond all other weights, which is cheaper than selection by a mask.
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
-    return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
+    return Moments(counted.sum(), _dot(counted, above), count.sum(), least, greatest)
 
 
 def _greatest(column: Tensor) -> Tensor:
@@ -344,3 +375,21 @@ def _not_finite(sample: TokenSample, *values: Tensor) -> tuple[Tensor, ...]:
     table = torch.stack([one.detach().flatten() for one in values])
     lost = (table - table).nan_to_num_(1.0) * sample.mask.flatten().view(torch.uint8)
     return lost.sum(1, dtype=torch.float64).unbind()
+
+
+def _sum(value: Tensor) -> Statistic:
+    return Statistic(Reduction.SUM, (value,))
+
+
+def _mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
+    """Build a mean, or a share of a whole, from a sum and a count."""
+    return Statistic(Reduction.MEAN, (value, count), about)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    return torch.dot(one.flatten(), other.flatten())
+
+
+def _square(values: Tensor) -> Tensor:
+    flat = values.flatten()
+    return torch.dot(flat, flat)

@@ -142,16 +142,6 @@ def build_sample(
     )
 
 
-def sum_products(one: Tensor, other: Tensor) -> Tensor:
-    """Sum the products of two tensors of one shape over all elements.
-
-    Example:
-        >>> sum_products(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).item()
-        11.0
-    """
-    return torch.dot(one.flatten(), other.flatten())
-
-
 def to_float64(mask: Tensor) -> Tensor:
     """Convert bool to 0 and 1 in float64; on CPU, converting through bytes is faster than directly from bool.
 
@@ -160,17 +150,6 @@ def to_float64(mask: Tensor) -> Tensor:
         [1.0, 0.0]
     """
     return mask.view(torch.uint8).double()
-
-
-def sum_squares(values: Tensor) -> Tensor:
-    """Sum the squares of all elements.
-
-    Example:
-        >>> sum_squares(torch.tensor([[1.0, 2.0]])).item()
-        5.0
-    """
-    flat = values.flatten()
-    return torch.dot(flat, flat)
 
 
 def _sum_by_group(

@@ -218,7 +218,7 @@ def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
 
 def find_applicable(
     part: Part,
-    advantages: Tensor,
+    advantages: Tensor | None,
     valid: Tensor,
     rows: RowLayout | None = None,
     *,
@@ -228,7 +228,7 @@ def find_applicable(
     """Find the tokens to which a mask or weight applies, by the sign of row-mean or token advantages, or by turn.
 
     Args:
-        advantages, valid: (B, T), or (N,) packed.
+        advantages, valid: (B, T), or (N,) packed; advantages may be None for ``post_tool``.
         rows: layout of these tensors; None: padded.
         log_ratio: log r of the mask's ratio, in their shape, 0 outside ``valid``; read only for ``when=outward``.
         turns: integers in their shape, from 0 in each row; read only for ``when=post_tool``.
@@ -249,6 +249,7 @@ def find_applicable(
         if turns is None:
             raise ValueError("when=post_tool needs segment_ids to know the turns. Pass segment_ids as (B, T) integers.")
         return turns > 0
+    assert advantages is not None, "a part that selects by the sign of advantages needs them"
     value = torch.where(valid, advantages.detach(), 0.0)
     if part.sign == "row":
         rows = detect_layout(valid=valid) if rows is None else rows

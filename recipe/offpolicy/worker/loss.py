@@ -173,8 +173,8 @@ class OffPolicyLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         check_ranks(data, dp_group)
         batch = mb.read(model_output, data)
-        if self.moving:
-            self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
+        if self.moving and (sent := mb.read_bounds(batch, self.moving)) != read_bounds(self.spec, self.moving):
+            self.spec = replace_bounds(self.spec, sent)
         packet = self.create_packet(batch)
         likeliest = None if self.spec.centering is None else LikeliestTokens.of(batch)
         random_state = torch.get_rng_state()

@@ -31,7 +31,7 @@ from ..correction.centering import compute_centering, compute_coefficients, comp
 from ..correction.correction_parts import KlWeightSpec, PenaltySpec, compute_squared_log_ratio
 from ..correction.ratios import EXP_CLAMP
 from ..correction.rules import centers_mask, find_unknown
-from ..correction.statistics import build_mean
+from ..correction.statistics import Reduction
 from ..correction.validation import rename_for_metrics
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -253,5 +253,5 @@ def measure_drift(
     found = {}
     for name, each in specs.items():
         drift = compute_drift(likeliest.log_prob, likeliest.coefficients(each))
-        found[f"{name}/mean"] = build_mean(torch.where(batch.policy_mask, drift, 0.0).sum(), count)
+        found[f"{name}/mean"] = Statistic(Reduction.MEAN, (torch.where(batch.policy_mask, drift, 0.0).sum(), count))
     return found

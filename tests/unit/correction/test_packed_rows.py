@@ -22,7 +22,8 @@ from tests.support.examples import each_nth_by_default
 from tests.support.packed import NAMES, both_stages, noisy, pack, packed
 from tests.support.presets import PRESETS
 
-STAGE = ("weight", "keep", "log_ratio", "valid", "decided", "response_mask")
+
+OUT, INNER = ("weight", "keep"), ("log_ratio", "decided")
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +48,19 @@ def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], ages: Tenso
     stage, step = both_stages(correction, rows, staleness=ages)
     packed_ages = packed(ages, lengths) if ages is not None and ages.dim() == 2 else ages
     packed_stage, packed_step = both_stages(correction, pack(rows, lengths), staleness=packed_ages)
-    for one, two, names in ((stage, packed_stage, STAGE), (step, packed_step, ("weight", "keep"))):
-        for name in names:
-            found = getattr(two, name)
-            assert found.is_nested, name
-            torch.testing.assert_close(
-                found.values(), packed(getattr(one, name), lengths).values(), rtol=1e-12, atol=0.0, equal_nan=True
-            )
-        assert one.rejected.keys() == two.rejected.keys()
-        there = packed(stage.valid, lengths).values()
-        for key, drop in one.rejected.items():
-            assert torch.equal(two.rejected[key].values() & there, packed(drop, lengths).values() & there), key
+    pairs = [
+        (getattr(packed_each, name), getattr(each, name))
+        for each, packed_each, names in ((stage, packed_stage, ("weight", "keep", "valid")), (step, packed_step, OUT))
+        for name in names
+    ]
+    assert all(found.is_nested for found, _ in pairs)
+    of_tokens = [(getattr(packed_stage.decisions, name), getattr(stage.decisions, name)) for name in INNER]
+    for found, whole in [(found.values(), whole) for found, whole in pairs] + of_tokens:
+        torch.testing.assert_close(found, packed(whole, lengths).values(), rtol=1e-12, atol=0.0, equal_nan=True)
+    assert step.rejected.keys() == packed_step.rejected.keys()
+    there = packed(stage.valid, lengths).values()
+    for key, drop in step.rejected.items():
+        assert torch.equal(packed_step.rejected[key].values() & there, packed(drop, lengths).values() & there), key
     assert step.statistics.keys() == packed_step.statistics.keys()
     for name, statistic in step.statistics.items():
         parts = [float(part) for part in packed_step.statistics[name].parts]

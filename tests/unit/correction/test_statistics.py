@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.correction import statistics as st
-from recipe.offpolicy.correction.statistics import Moments
+from recipe.offpolicy.correction.telemetry import Moments
 from tests.support.corrections import tensor
 
 SUM, MEAN, STD, ESS, CHI2 = (Reduction(name) for name in ("sum", "mean", "std", "ess", "chi2"))
@@ -56,11 +56,11 @@ def test_of_nothing() -> None:
     """A sum is 0; what divides by a count, and extremes, are NaN."""
     nothing = torch.zeros((), dtype=torch.float64)
     statistics = moments(torch.zeros(0)).build_statistics("w") | {
-        "share": st.build_mean(nothing, nothing),
+        "share": Statistic(MEAN, (nothing, nothing)),
         "perplexity": Statistic(Reduction.PERPLEXITY, (nothing, nothing)),
     }
     assert {name: math.isnan(one.value()) for name, one in statistics.items()} == dict.fromkeys(statistics, True)
-    assert st.build_sum(nothing).value() == 0.0
+    assert Statistic(SUM, (nothing,)).value() == 0.0
 
 
 def test_merge_by_hand() -> None:
