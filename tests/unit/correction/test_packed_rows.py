@@ -22,7 +22,6 @@ from tests.support.examples import each_nth_by_default
 from tests.support.packed import NAMES, both_stages, noisy, pack, packed
 from tests.support.presets import PRESETS
 
-
 OUT, INNER = ("weight", "keep"), ("log_ratio", "decided")
 
 
