@@ -85,3 +85,23 @@ def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
         either = max(divergence(HIGH, middle), divergence(middle, HIGH)) if aggregate == "binary_kl" else forward
         low, high = (middle, high) if either > value else (low, middle)
     return low
+
+
+def place_kl(aggregate: str, at: Tensor, value: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose both policies' probabilities of each token, equal except where ``at`` is true.
+
+    Args:
+        at: (B, T) bool.
+        value: float64 that broadcasts against ``at``, the binary KL divergence at these tokens.
+        way: (B, T), positive where the numerator is the larger probability; the other way if ``value`` needs it.
+
+    Returns:
+        (B, T) float64 of the numerator and of the denominator.
+    """
+    rest = torch.full_like(way, HIGH)
+    way, value = torch.where(value > MOST_UPWARD, -1.0, way), value.expand(at.shape)
+    low = rest.clone()
+    for each in value[at].unique().tolist():
+        for up in (True, False):
+            low[at & (value == each) & ((way > 0) == up)] = invert_binary_kl(aggregate, each, up)
+    return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..batch.micro_batch import MicroBatch
 from ..correction import BatchConstants, MaskSpec, WeightSpec
-from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, place_gap
+from .inverses import MOST_UPWARD, invert_aggregate, place_gap, place_kl
 from .trials import (
     MEAN_WEIGHT,
     Trial,
@@ -143,7 +143,9 @@ def _build_mask_trial(
     value = _clear(there + side * measure_step(spec, bound) if beyond else 0.7 * there, spec.aggregate, place, [limit])
     outside = place.later & (side * _follow(spec.aggregate, value, place) > side * limit)
     if by_mass:
-        masses = _choose_masses(spec.aggregate, place.moved, value * _size(spec, place), way)
+        gap = value * _size(spec, place)
+        by_kl = "kl" in spec.aggregate
+        masses = place_kl(spec.aggregate, place.moved, gap, way) if by_kl else place_gap(place.moved, gap)
         moved = place_masses(spec, batch, *masses, advantages)
         own = masses[0] - masses[1]
     else:
@@ -161,19 +163,6 @@ def _build_mask_trial(
     factor = torch.where(outside, 0.0, 1.0).double()
     shows = beyond and looks and not mixed and bool(outside.any())
     return Trial(f"side {side:+.0f}" if shows else "", moved, factor, BatchConstants())
-
-
-def _choose_masses(aggregate: str, moved: Tensor, value: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose both policies' probabilities of each token, (B, T) each, equal except at ``moved``."""
-    rest = torch.full_like(way, HIGH)
-    if "kl" in aggregate:
-        way = torch.where(value > MOST_UPWARD, -1.0, way)
-        low = rest.clone()
-        for each in value.unique().tolist():
-            for up in (True, False):
-                low[moved & (value == each) & ((way > 0) == up)] = invert_binary_kl(aggregate, each, up)
-        return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
-    return place_gap(moved, value)
 
 
 def _grow(position: Tensor, power: float | None) -> Tensor:

@@ -33,7 +33,7 @@ from ..batch.weight_versions import (
     TokenVersions,
 )
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
-from .inverses import HIGH, MOST_UPWARD, invert_aggregate, invert_binary_kl, place_gap
+from .inverses import HIGH, invert_aggregate, place_gap, place_kl
 
 BEYOND = 0.01
 """Distance beyond a bound, in nats: larger than rounding errors, but within the base loss's own clip."""
@@ -271,19 +271,11 @@ def _spread_gap(
     spec: MaskSpec, units: Tensor, mask: Tensor, hit: Tensor, value: float, way: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Choose both policies' probabilities of each token, (B, T) each, equal except on the first tokens of hit units."""
-    rest = torch.full_like(way, HIGH)
     size = _count_tokens(units, mask)
     total = value * size if spec.aggregate.endswith("_mean") else torch.full_like(size, value)
     if "kl" in spec.aggregate:
         count = torch.minimum((total / _WIDE_KL).ceil().clamp(min=1), size)
-        shared = hit & (_count_before(units, mask) < count)
-        way = torch.where(total / count > MOST_UPWARD, -1.0, way)
-        low = rest.clone()
-        for each in (total / count)[shared].unique().tolist():
-            for up in (True, False):
-                there = shared & (total / count == each) & ((way > 0) == up)
-                low[there] = invert_binary_kl(spec.aggregate, each, up)
-        return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
+        return place_kl(spec.aggregate, hit & (_count_before(units, mask) < count), total / count, way)
     # The whole sum is placed on a single-token unit. A sum larger than a probability is spread over the fewest tokens.
     count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
     count = torch.minimum(count, size)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, proximal_log_prob, rollout_stage, step_stage, turns
+from recipe.offpolicy.correction import CorrectionSpec, proximal_log_prob, rollout_stage, turns
 from recipe.offpolicy.correction.ratios import compute_divergence, compute_excess
 from recipe.offpolicy.correction.units import partition_units
 from tests.support.corrections import GSM, M2PO, TIS, band, kept, opsm, run, spec, tensor, values
-from tests.support.presets import PRESETS
 from tests.support.refusals import mask
 
 LOG = math.log
@@ -83,37 +82,11 @@ def test_m2po_drops_equals_together() -> None:
     assert budget_of(0.24, [[0.5, -0.5], [0.5, 0.5]]) == [[False, False], [False, False]]
 
 
-def coins(p: float, q: float) -> float:
-    return p * LOG(p / q) + (1 - p) * LOG((1 - p) / (1 - q))
-
-
-def test_kpop_by_hand() -> None:
-    """p_mu = 0.5: KL(0.7, 0.5) = 0.0823 and KL(0.5, 0.7) = 0.0872, kept; at 0.75 they are 0.1308 and 0.1438, dropped.
-
-    From p_mu = 0.02 to 0.08 the ratio is 4, and the two divergences are 0.0568 and 0.0337: kept.
-    """
-    assert [round(coins(*pair), 4) for pair in ((0.7, 0.5), (0.5, 0.7), (0.08, 0.02))] == [0.0823, 0.0872, 0.0528]
-    mu, pi = [[0.5, 0.5, 0.02]], [[0.7, 0.75, 0.08]]
-    rows: dict[str, Any] = dict(mu=torch.tensor(mu).log(), old=torch.tensor(mu).log(), pi=torch.tensor(pi).log())
-    assert run(PRESETS["paper/kpop"], **rows).keep.tolist() == [[True, False, True]]
-
-
 NEGATIVE, POSITIVE = TIS | {"when": "negative"}, TIS | {"when": "positive", "upper": 4.0}
 
 
 def by_sign(**weights: dict[str, Any]) -> CorrectionSpec:
     return CorrectionSpec.from_mapping({"weights": weights})
-
-
-def test_each_sign_has_a_cap_of_its_own() -> None:
-    """rho = 8 everywhere: min(8, 2) in the row of A = -1, min(8, 4) in that of A = 1, and 1 where A = 0."""
-    step = run(by_sign(a=NEGATIVE, b=POSITIVE), mu=torch.zeros(3, 2), old=[[LOG(8)] * 2] * 3, advantages=[-1.0, 1.0, 0])
-    torch.testing.assert_close(step.weight, torch.tensor([[2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]))
-    assert step.keep.all()
-    assert values(step)["weight/mean"] == pytest.approx((2 + 2 + 4 + 4 + 1 + 1) / 6)
-    # The raw weights of the four tokens that are weighed are 8, of the others 1.
-    assert values(step)["raw_weight/mean"] == pytest.approx((4 * 8 + 2) / 6)
-    assert values(step)["weight/truncated_share"] == pytest.approx(4 / 6)
 
 
 def test_a_weight_after_a_tools_result_alone() -> None:
@@ -122,61 +95,12 @@ def test_a_weight_after_a_tools_result_alone() -> None:
     weights = by_sign(a=TIS | {"when": "post_tool"})
     step = run(weights, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
     torch.testing.assert_close(step.weight, torch.tensor([[1.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
-    band = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.5, "upper": 2.0}
-    masks = CorrectionSpec.from_mapping({"masks": {"m": band | {"when": "post_tool"}}})
-    step = run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
-    assert step.keep.tolist() == [[True, False, False, False], [True] * 4]
     with pytest.raises(ValueError, match=r"when=post_tool needs segment_ids"):
-        run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2)
-
-
-def test_topr_by_hand() -> None:
-    """min(prod pi / mu, 1) of rows with A < 0: products 1/4 and 4 give 1/4 and 1; a row with A > 0 keeps weight 1."""
-    two, half = LOG(2), LOG(0.5)
-    pi = [[half, half], [two, two], [half, half]]
-    step = run(PRESETS["paper/topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
-    torch.testing.assert_close(step.weight, torch.tensor([[0.25, 0.25], [1.0, 1.0], [1.0, 1.0]]))
-
-
-def test_advantages_have_to_be_known() -> None:
-    from recipe.offpolicy.correction import rollout_stage, step_stage
-
-    zeros = torch.zeros(1, 2)
-    correction = by_sign(a=NEGATIVE)
-    stage = rollout_stage(correction, old_log_prob=zeros, rollout_log_prob=zeros, response_mask=torch.ones(1, 2))
-    with pytest.raises(ValueError, match=r"correction\.weights\.a\.when=negative needs advantages"):
-        step_stage(correction, stage, log_prob=zeros)
+        run(weights, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2)
 
 
 STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 4}
 ONE = torch.ones(1, 1)
-
-
-def keep(correction: CorrectionSpec, ages: list[list[int]] | list[int], *, log_ratio: Any = 0.0, **more: Any) -> Any:
-    """What is kept of rows of two turns, whose log(pi_old / mu) is ``log_ratio``, under an advantage of 1."""
-    staleness = torch.tensor(ages)
-    shape = staleness.shape if staleness.dim() == 2 else (len(ages), 2)
-    old = torch.as_tensor(log_ratio, dtype=torch.float64).expand(shape)
-    advantages = more.pop("advantages", torch.ones(shape))
-    stage = rollout_stage(
-        correction,
-        old_log_prob=old,
-        rollout_log_prob=torch.zeros(shape).double(),
-        response_mask=more.pop("mask", torch.ones(shape)),
-        staleness=staleness,
-        **more,
-    )
-    return step_stage(correction, stage, log_prob=old, advantages=advantages)
-
-
-def test_a_bound_by_age_widens_in_log_space() -> None:
-    """[1, 2] with 1.01: exp(2 log 1.01) is kept from age 1 on, and at age 0 only 1.01 is."""
-    correction = spec(narrow=band(0.5, 1.01, level="token", aggregate="product", by_staleness=[1, 2]))
-    twice = 2 * math.log(1.01)
-    assert keep(correction, [[0, 1, 2, 1]], log_ratio=[[twice, twice, twice, twice + 1e-6]]).keep.tolist() == [
-        [False, True, True, False]
-    ]
-    assert keep(correction, [[0, 1]], log_ratio=[[twice / 2, -2 * math.log(2)]]).keep.tolist() == [[True, True]]
 
 
 def test_ages_that_are_not_known_are_not_guessed() -> None:

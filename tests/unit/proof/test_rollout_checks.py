@@ -18,7 +18,7 @@ from recipe.offpolicy.proof.rollout_log_probs import (
     check_zeros,
     name_missing_column,
 )
-from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
+from recipe.offpolicy.proof.token_alignment import tally_agreements
 from tests.support.packed import packed
 from tests.support.sampled_rows import compute_sampled_checksums
 
@@ -99,15 +99,6 @@ def test_zeros(nested: bool) -> None:
     watch = RolloutChecker()
     watch.check_sampled(rows)
     with pytest.raises(RolloutLogProbError, match="64 of 64 sequences contain only zeros"):
-        watch.check_aligned(rows)
-
-
-def test_rows_permuted_at_the_source() -> None:
-    rows = rollout(nested=False)
-    rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
-    watch = RolloutChecker()
-    watch.check_sampled(rows)  # nothing is wrong with them as far as they go
-    with pytest.raises(AlignmentError, match="belong to other sequences"):
         watch.check_aligned(rows)
 
 

@@ -38,23 +38,6 @@ def test_at_ratio_one_its_gradient_is_verls(kind: str) -> None:
     torch.testing.assert_close(gradient(pi, pi, ref, kind), leaf.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "above_reference", "expected"),
-    [
-        # k2: the slope is log(pi / ref) = +-0.5, and the gradient ratio x slope where it is not clipped.
-        (1.1, False, -1.1 * 0.5),
-        # Beyond the upper side the loss still rises with a positive slope, and is cut off with a negative one.
-        (1.5, True, 1.5 * 0.5),
-        (1.5, False, 0.0),
-        (0.5, False, -0.5 * 0.5),
-    ],
-)
-def test_by_hand(ratio: float, above_reference: bool, expected: float) -> None:
-    pi = torch.tensor([[-1.0]], dtype=torch.float64)
-    ref = pi - 0.5 if above_reference else pi + 0.5
-    assert gradient(pi, pi - math.log(ratio), ref, "k2").item() == pytest.approx(expected, rel=1e-12, abs=1e-15)
-
-
 def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
     """Enumerated: E_old[ratio x slope x score] with k2 is the gradient of KL(pi, ref), which verl's is not."""
     logits = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64, requires_grad=True)
