@@ -39,13 +39,10 @@ def of_rows(aggregate: str, lower: Any, upper: Any, **keys: Any) -> dict[str, An
 Row = tuple[Any, str, str]
 KEYS: list[Row] = [
     ({"weigth": TIS}, "correction.weigth=", "Did you mean"),
-    ({7: "seven"}, "correction.7=seven", "unknown key"),
     (weight(cap=3.0), f"{W}cap=3.0", "unknown key"),
     ({"masks": {"gsm": GSM, "upper": 1.02}}, "correction.masks.upper=", "Did you mean correction.masks.gsm.upper?"),
     (BOTH | {"gsm": {"upper": 1.02}}, "correction.gsm=", "Did you mean correction.masks.gsm.upper?"),
     (BOTH | {"upper": 1.02}, "correction.upper=", "correction.weight.upper or correction.masks.gsm.upper?"),
-    (BOTH | {"weights": {"upper": 2}}, "correction.weights.upper=", "Did you mean correction.weight.upper?"),
-    ({"weight": TIS, "tis_token": {"upper": 2}}, "correction.tis_token=", "Did you mean correction.weight.upper?"),
     (NAMED | {"opsm": {"delta": 0.2}}, "correction.opsm=", "Did you mean correction.masks.opsm.delta?"),
     *((named(**without(GSM, key)), f"{M}{key}", "not set") for key in ("ratio", "level", "when")),
     (named(**without(GSM, "upper")), f"{M}upper", "null leaves that side open"),
@@ -53,32 +50,18 @@ KEYS: list[Row] = [
     ({"weight": True}, "correction.weight=", "mapping"),
     ({"masks": [GSM]}, "correction.masks=", "mapping"),
     # verl takes the minimum or maximum of metrics by substring of the name, so these would change a reduction.
-    *(
-        ({"masks": {name: GSM}}, f"correction.masks.{name}", "Rename the mask")
-        for name in ("admin", "gsm_max", "a/b", 1)
-    ),
+    *(({"masks": {name: GSM}}, f"correction.masks.{name}", "Rename the mask") for name in ("admin", "gsm_max", "a/b")),
     (weight(upper="???"), f"{W}upper=???: required and not set", f"Set {W}upper="),
-    (named(**M2PO | {"budget": "???"}), f"{M}budget=???: required and not set", f"Set {M}budget="),
     (named(**opsm("???")), f"{M}delta", "no published default"),  # type: ignore[arg-type]
-    (clip("???", 1.2), "correction.kl_clip.lower=???: required and not set", "Set correction.kl_clip.lower="),
 ]
 WORDS: list[Row] = [
     (weight(level="row"), f"{W}level=row", "token, sequence, turn, version"),
-    (weight(kind="trunc"), f"{W}kind=trunc", "truncate, clip, reject"),
-    (weight(aggregate=None), f"{W}aggregate=null", "product, geometric"),
     (weight(ratio="ppo"), f"{W}ratio=ppo", "rollout, full"),
     (weight(normalize=1), f"{W}normalize", "1"),
-    (mask(ratio="old"), "correction.masks.gsm.ratio=old", "rollout, full, ppo"),
-    (mask(level="response"), "correction.masks.gsm.level=response", "token, sequence, turn, version"),
     (mask(aggregate="k4_sum"), "correction.masks.gsm.aggregate=k4_sum", "binary_tv, binary_tv_mean"),
     (mask(sign="group"), "correction.masks.gsm.sign=group", "row, token"),
-    (mask(when=True), "correction.masks.gsm.when=true", "any, negative, positive"),
-    ({"proximal": "none"}, "correction.proximal=none", "recompute, bypass, reuse, loglinear"),
-    ({"denominator": "masked"}, "correction.denominator=masked", "original, kept"),
     ({"baseline": "drop"}, "correction.baseline=drop", "include, exclude"),
-    (mask() | {"nonfinite": "dropped"}, "correction.nonfinite=dropped", "counted, excluded"),
     ({"allow_truncated_sampling": "yes"}, "correction.allow_truncated_sampling=yes", "true or false"),
-    ({"skyrl_compat": None}, "correction.skyrl_compat=null", "true or false"),
 ]
 NUMBERS: list[Row] = [
     *((weight(upper=bad), f"{W}upper=", "expected a") for bad in (math.nan, math.inf, "0.5_2.0", True, [1.0], 10**400)),
@@ -100,17 +83,12 @@ NUMBERS: list[Row] = [
     (of_rows("k2_sum", -0.1, None), f"{M}lower=-0.1", "Set a bound >= 0"),
     (of_rows("tv_max", None, -0.1), f"{M}upper=-0.1", "never negative"),
     (of_rows("binary_tv", -1.1, None), f"{M}lower=-1.1", "[-1, 1]"),
-    (of_rows("binary_tv", None, 1.1), f"{M}upper=1.1", "[-1, 1]"),
     (of_rows("binary_tv", -1.0, 1.0), f"{M}lower=-1.0", "never acts"),
     (of_rows("k3_max", 0.0, None), f"{M}lower=0.0", "never acts"),
     (of_rows("exp_abs_mean", None, 0.9), f"{M}upper=0.9", "Set a bound >= 1"),
     (of_rows("exp_abs_mean", 1.0, None), f"{M}lower=1.0", "never lies outside"),
-    (of_rows("binary_kl", None, -0.1), f"{M}upper=-0.1", "never negative"),
     (of_rows("binary_kl", None, 14.0), f"{M}upper=14.0", "never lies outside"),
-    *(
-        (of_rows(each, None, 1.1, level="token"), f"{M}lower=null", "aggregate=any")
-        for each in ("product", "geometric")
-    ),
+    (of_rows("product", None, 1.1, level="token"), f"{M}lower=null", "aggregate=any"),
     (of_rows("product", 0.9, None, level="token"), f"{M}upper=null", "aggregate=any"),
     *((named(**opsm(bad)), f"{M}delta=", ">= 0") for bad in (-1e-12, None)),  # type: ignore[arg-type]
     *((named(**opsm(0.1, aggregate=each)), f"{M}delta=0.1", f"{M}aggregate={each}") for each in ("any", "k1_mean")),
@@ -121,7 +99,6 @@ NUMBERS: list[Row] = [
     (named(**opsm(0.1, aggregate="second_moment")), f"{M}aggregate=second_moment", "delta"),
     *((named(**M2PO, **{key: 0.5}), f"{key}=0.5", "Set delta, or budget, or") for key in ("lower", "delta")),
     (named(**M2PO | {"level": "turn"}), f"{M}aggregate=second_moment", "level=turn"),
-    (named(**M2PO | {"when": "negative"}), f"{M}aggregate=second_moment", "when=negative"),
 ]
 PREFIXES_AND_AGES: list[Row] = [
     *((weight(level="prefix", by_position=bad), f"{W}by_position={bad}", "[-1, 1]") for bad in (0.0, 1.5, -2.0)),
@@ -133,13 +110,7 @@ PREFIXES_AND_AGES: list[Row] = [
     (of_rows("binary_tv_sum", None, 2.0, level="prefix"), f"{M}upper=2.0", "first token"),
     *(
         (named(**STALE | {key: value}), f"{M}{key}=", "An age has only the bound upper")
-        for key, value in {
-            "ratio": "rollout",
-            "lower": None,
-            "delta": 0.1,
-            "budget": 0.1,
-            "by_staleness": [1.0],
-        }.items()
+        for key, value in {"ratio": "rollout", "lower": None}.items()
     ),
     *((named(**STALE | {"upper": bad}), f"{M}upper=", f"Set {M}upper=4") for bad in (-1, 2.5, None, True, math.nan)),
     (named(**without(STALE, "upper")), f"{M}upper=???", f"Set {M}upper=4"),
@@ -171,10 +142,8 @@ WEIGHTS: list[Row] = [
     ({"weights": [TIS]}, "correction.weights=", "mapping"),
     ({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'"),
     ({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "each gradient step"),
-    ({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row"),
     ({"weights": {"a": AFTER_TOOL | {"sign": "token"}}}, "correction.weights.a.sign", "sign=row"),
     ({"weights": {"a": AFTER_TOOL | {"by_staleness": WIDTHS}}}, "weights.a.when=post_tool", "depends on age"),
-    ({"weights": {"a": AFTER_TOOL | {"level": "prefix"}}}, "weights.a.when=post_tool", "a prefix also contains"),
     (mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix also contains"),
     ({"weights": {"a": NEGATIVE}, "proximal": "bypass"}, "correction.weights.a.ratio", "count the ratio twice"),
     (
@@ -193,16 +162,12 @@ TOGETHER: list[Row] = [
     *((HALF_WAY | {"alpha": bad}, "correction.alpha=", "Set correction.alpha=0.5") for bad in (None, 0, 1, -0.5, 1.5)),
     *((HALF_WAY | {"alpha": bad}, "correction.alpha=", "expected a") for bad in (math.nan, "0.5", True, "by_token")),
     *((HALF_WAY | {"proximal": other}, "correction.alpha=0.5", "only loglinear") for other in ("recompute", "bypass")),
-    ({"proximal": "bypass", "alpha": "by_age"}, "correction.alpha=by_age", "only loglinear interpolates"),
     *(
         (clip(*bounds), "correction.kl_clip={lower: ", "Set correction.kl_clip.lower=0.8")
         for bounds in ((1.0, 1.2), (0.8, 1.0), (1.1, 1.2), (None, 1.2), (0.8, None))
     ),
     ({"kl_clip": 0.2}, "correction.kl_clip=0.2", "mapping"),
     ({"kl_clip": {"lower": 0.8}}, "correction.kl_clip", "upper: null"),
-    ({"kl_clip": {"lower": 0.8, "upper": 1.2, "low": 1}}, "correction.kl_clip.low=1", "unknown key"),
-    (clip(0.8, "1.2"), "correction.kl_clip.upper=", "expected a number"),
-    (clip(-0.8, 1.2), "correction.kl_clip.lower=-0.8", "Set a bound > 0"),
     (clip(0.8, 1.2) | {"proximal": "reuse"}, "correction.kl_clip", "correction.proximal=recompute"),
     # What is fixed for a batch by a pi_old that is not known then, or by a part that is decided at each step.
     *(
@@ -234,30 +199,18 @@ TOGETHER: list[Row] = [
             (mask(level="turn"), "level: turn"),
             (mask(aggregate="k3_mean"), "aggregate: k3_mean"),
             (mask(when="negative"), "when: negative"),
-            (mask(ratio="full"), "ratio: full"),
-            (weight(level="version"), "level: version"),
             (weight(aggregate="geometric"), "aggregate: geometric"),
             (weight(kind="reject"), "kind: reject"),
-            (weight(ratio="full"), "ratio: full"),
             (weight(by_staleness=[1.0]), "SkyRL has no such"),
             (weight(normalize=True), "Set correction.skyrl_compat=false"),
             (mask() | KEPT, "Set correction.skyrl_compat=false"),
-            (mask() | EXCLUDE, "Set correction.skyrl_compat=false"),
             (named(**STALE), "SkyRL has no such"),
             (mask() | {"weights": {"a": NEGATIVE}}, "weights.a"),
         )
     ),
-    ({"penalty": {"ratio": "full"}}, "correction.penalty.coefficient", "not set"),
     ({"penalty": {"ratio": "full", "coefficient": 0.0}}, "correction.penalty.coefficient=0.0", "> 0"),
-    ({"penalty": {"ratio": "full", "coefficient": "1"}}, "correction.penalty.coefficient=", "expected a number"),
-    ({"penalty": {"ratio": "rollout", "coefficient": 0.1}}, "correction.penalty.ratio=rollout", "Set one of full, ppo"),
     ({"penalty": 0.1}, "correction.penalty=0.1", "such as log_ratio_penalty"),
     ({"nonfinite": "excluded"}, "correction.nonfinite=excluded", "no part of the correction reads mu"),
-    (
-        mask(ratio="ppo") | {"nonfinite": "excluded"},
-        "correction.nonfinite=excluded",
-        "Set correction.nonfinite=counted",
-    ),
     (mask() | KEPT | {"nonfinite": "excluded"}, "correction.nonfinite=excluded", "correction.denominator=kept"),
 ]
 TABLES = {
@@ -280,7 +233,6 @@ def test_refused(mapping: Any, key: str, said: str) -> None:
     "mapping",
     [
         weight(ratio="full") | {"proximal": "bypass"},
-        weight(ratio="full") | {"proximal": "same_engine"},
         mask(ratio="full") | {"proximal": "bypass"},
         mask(ratio="rollout") | {"proximal": "reuse"},
         named(**opsm(0.1, by_staleness=WIDTHS)) | {"proximal": "reuse"},
@@ -290,10 +242,8 @@ def test_refused(mapping: Any, key: str, said: str) -> None:
         weight(kind="reject", level="sequence") | KEPT,
         mask(level="token") | KEPT,
         of_rows("product", None, 1.1, level="token", when="negative"),
-        of_rows("product", None, 1.1, level="turn"),
         of_rows("any", None, 1.1, level="token"),
         named(**opsm(20.5, aggregate="product")),
-        {"weights": {"a": NEGATIVE, "b": POSITIVE}},
     ],
     ids=str,
 )
