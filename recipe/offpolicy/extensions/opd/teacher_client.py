@@ -300,7 +300,7 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise TeacherError(f"{url} sent no JSON object: {shorten(text)}")

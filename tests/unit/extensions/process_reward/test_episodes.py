@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,10 @@ def cut(pieces: list[str], ends: list[int]) -> list[str]:
         (["3+3=1. ", "So ", "1+2=3"], ["3+3=1. ", "So 1+2=3"]),
         (["a. ", "W", "ait", ", b"], ["a. ", "Wait, b"]),  # split over tokens
         (["a. Wa", "it, b"], ["a. Wait, b"]),  # the token that holds the first character is the first one
-        (["x", " a. Wa", "it, b"], ["x", " a. Wait, b"]),
         (["So ", "a"], ["So a"]),  # a boundary at 0 is none
         (["Also", "So ", "x"], ["AlsoSo x"]),  # a letter precedes
         (["éSo ", "a", "。So ", "b"], ["éSo a", "。So b"]),
         (["1", "So ", "So ", "But ", "b"], ["1", "So ", "So ", "But b"]),  # back to back
-        (["a ", "", "So ", ""], ["a ", "So "]),
     ],
 )
 def test_episodes_begin_at_markers(pieces: list[str], episodes: list[str]) -> None:
@@ -133,15 +130,12 @@ def test_pieces_that_read_otherwise_one_by_one_are_found(tokenizer: Any) -> None
 @pytest.mark.parametrize(
     ("truth", "answers"),
     [
-        ("4", ["4"]),
-        (4, ["4"]),
         # As a parquet column of doubles and of floats has them.
         (18.0, ["18"]),
         (1e-7, ["0.0000001"]),
         (np.float32(0.1), ["0.1"]),
         (np.array([0.1, 18], dtype=np.float32), ["0.1", "18"]),
         (Decimal("18.00"), ["18"]),
-        (Fraction(1, 2), ["1/2"]),
         (" \\frac{x^2}{2}\n", ["\\frac{x^2}{2}"]),
     ],
 )
