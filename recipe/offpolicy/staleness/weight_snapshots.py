@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -24,6 +24,7 @@ from ..batch.declared_keys import Section, count, read_shipped_defaults
 from ..correction import Problem
 from ..correction.problem import Requirement, find_unmet, set_to
 from ..extensions.add_on import AddOn
+from ..extensions.setting_checks import declare_keys
 
 if TYPE_CHECKING:
     from ..extensions.batch_view import BatchView
@@ -45,8 +46,8 @@ class SnapshotSettings:
         rows: number of rows per step that are scored again with each snapshot.
     """
 
-    snapshots: int
-    rows: int
+    snapshots: Annotated[int, count("a number of updates, 1 or more, or null for none", null=True)]
+    rows: Annotated[int, count("a number of rows, 1 or more")]
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SnapshotSettings | None:
@@ -56,15 +57,7 @@ class SnapshotSettings:
         return None if values["snapshots"] is None else cls(**values)
 
 
-KEYS = Section(
-    SECTION,
-    read_shipped_defaults("late_weights"),
-    {
-        "snapshots": count("a number of updates, 1 or more, or null for none", null=True),
-        "rows": count("a number of rows, 1 or more"),
-    },
-    hints={"snapshots": 8},
-)
+KEYS = Section(SECTION, read_shipped_defaults("late_weights"), declare_keys(SnapshotSettings), hints={"snapshots": 8})
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.replay.batch_routes import NOTE, hash_routes
 from recipe.offpolicy.replay.expert_choice import ReplayError
 from tests.support.mixtures import draw_routes
@@ -30,6 +31,7 @@ def test_each_of_verls_clients_notes_routes(kind: str, monkeypatch: pytest.Monke
     output = ask(serve(kind, note_routes, monkeypatch, answer([5, 6, 7], routes, "completed")))
     assert torch.equal(torch.as_tensor(output.routed_experts), routes)
     assert output.extra_fields[NOTE] == [4, hash_routes(routes)]
+    assert (CHUNKS in output.extra_fields) == (kind == "versioned")
 
 
 def test_a_server_without_routes_and_another_client_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
