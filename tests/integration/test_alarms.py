@@ -11,14 +11,19 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.spec import compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS as ALARMS
+from recipe.offpolicy.proof.verify import LivenessError, verify, verify_update
+from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import Packet, take_packets
 from tests.support import training_worker as tw
 from tests.support.first_update import acting_by
 from tests.support.sampled_rows import compute_sampled_checksums
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
+from verl.utils import tensordict_utils as tu
 
 BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
 MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.97, "upper": 1.04}, "opsm": {"delta": 0.02}}
@@ -45,15 +50,11 @@ class Run:
     """A trainer's part in a run: it hands over the loss, sends plans, and judges what comes back."""
 
     def __init__(self, engine: Any, spec: CorrectionSpec, **offpolicy: Any) -> None:
-        from recipe.offpolicy.trainer.supervision import Supervision
-
         self.engine = engine
         self.supervision = Supervision(spec, config(**offpolicy))
         self.loss = self.handed_over()
 
     def handed_over(self) -> Any:
-        from recipe.offpolicy.worker.loss import OffPolicyLoss
-
         active = self.supervision.active_correction
         return OffPolicyLoss(active.spec, tw.actor_config(), prove=self.supervision.proving, moving=active.moving)
 
@@ -75,9 +76,6 @@ class Run:
 
 def with_bounds(data: TensorDict, bounds: Any, spec: CorrectionSpec | None = None) -> TensorDict:
     """The batch with a plan that brings these bounds, and the constants of ``spec`` under them."""
-    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
-    from verl.utils import tensordict_utils as tu
-
     tu.assign_non_tensor(
         data, **{PLAN: SharedPlan(1, compute_constants(spec or CorrectionSpec(), data), bounds=bounds)}
     )
@@ -100,20 +98,14 @@ class Moving:
     moved: Any
     late: Any
 
-    def loss(self, kind: type | None = None, **changes: Any) -> Any:
-        from recipe.offpolicy.worker.loss import OffPolicyLoss
-
-        return (kind or OffPolicyLoss)(self.spec, tw.actor_config(), moving=self.sides, **changes)
+    def loss(self, kind: type = OffPolicyLoss, **changes: Any) -> Any:
+        return kind(self.spec, tw.actor_config(), moving=self.sides, **changes)
 
     def fixed(self, bounds: Any) -> Any:
         """The loss of a correction that was configured with these bounds."""
-        from recipe.offpolicy.worker.loss import OffPolicyLoss
-
         return OffPolicyLoss(replace_bounds(self.spec, bounds), tw.actor_config())
 
     def verify(self, packets: list[Packet], rows: tw.Rollout) -> dict[str, float]:
-        from recipe.offpolicy.proof.verify import verify
-
         sampled = compute_sampled_checksums(rows.to_tensordict())
         return verify(packets, replace_bounds(self.spec, self.moved), sampled_rows=sampled, moving=self.sides)
 
@@ -151,8 +143,6 @@ def test_the_bounds_of_the_plan_reach_the_gradient_and_are_proved(engine: Any, m
 @both
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any, moving: Moving) -> None:
     """It says that it holds the bounds, and acts by those that it began with."""
-    from recipe.offpolicy.proof.verify import LivenessError
-
     rows = rollout(engine, 0.2 if moving is CAP else 0.05)
     data = with_bounds(rows.to_tensordict(), moving.moved)
     metrics, _ = tw.gradients(engine, moving.loss(acting_by(moving.spec), prove=True), data)
@@ -162,8 +152,6 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any, movin
 
 @both
 def test_a_rank_with_other_bounds_stops_the_run(engine: Any, moving: Moving) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError, verify_update
-
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
     spec = replace_bounds(moving.spec, moving.moved)
@@ -194,8 +182,6 @@ FALLBACK = {"action": "fallback", "fallback": {"options": ["tis_token"], "correc
 
 
 def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
     run = Run(engine, BANDED, **alarms(**FALLBACK, return_after=1))
     with caplog.at_level(logging.INFO):
         run.update()
@@ -222,8 +208,6 @@ def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog
 
 def test_a_fallback_that_does_not_act_stops_the_run(engine: Any) -> None:
     """The worker holds the right spec, and its loss drops the weight."""
-    from recipe.offpolicy.proof.verify import LivenessError
-
     run = Run(engine, BANDED, **alarms(**FALLBACK))
     run.update()
     base = run.loss.base_loss

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_staleness
+from recipe.offpolicy.batch.plan import SharedPlan, count_kept
+from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.decisions import HAS_DENOMINATOR
 from tests.support import training_worker as tw
@@ -50,8 +53,6 @@ def test_split_into_micro_batches_changes_nothing(engine: Any, name: str, mode: 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_kept_is_the_gradient_of_a_batch_without_the_rejected_rows(engine: Any, mode: str) -> None:
     """Rows that the mask keeps, trained alone by verl's own loss, give the same gradient."""
-    from recipe.offpolicy.batch.plan import count_kept
-
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "denominator": "kept"})
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
     _, kept = count_kept(spec, rows.to_tensordict())
@@ -99,10 +100,6 @@ def test_shadows_touch_no_gradient(engine: Any) -> None:
 
 def test_the_age_of_rows_is_where_the_batch_is() -> None:
     """verl notes versions on the host; statistics on a device must not meet them there."""
-    from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_staleness
-    from recipe.offpolicy.batch.plan import SharedPlan
-    from recipe.offpolicy.batch.weight_versions import RowVersions
-
     column = torch.zeros(3, 2, device="meta")
     versions = RowVersions(torch.tensor([4, 3, 9]), torch.tensor([4, 4, 9]))
     batch = MicroBatch(*[column] * 6, versions=versions, plan=SharedPlan(step=5))

@@ -14,12 +14,20 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch.micro_batch import LIKELIEST_LOG_PROBS as LOG_PROBS
+from recipe.offpolicy.batch.padding import flatten
+from recipe.offpolicy.centering import score_centering as centering_engine
+from recipe.offpolicy.centering.score_centering import FLAG, CenteringError, install_centering
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.proof.verify import LivenessError, verify
+from recipe.offpolicy.worker.metrics import take_packets
+from recipe.offpolicy.worker.terms import compute_centering_term
 from scripts.benchmark.simulated_parts import build_note
 from tests.support import specs
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
 from tests.support.first_update import adapter
+from verl.utils import tensordict_utils as tu
 
 pytestmark = pytest.mark.verl("==0.9.1")
 
@@ -53,8 +61,6 @@ def enumerated(dense_model: Path, sampler: Sampler) -> Any:
 def start_centering(dense_model: Path, **settings: Any) -> Any:
     from types import SimpleNamespace
 
-    from recipe.offpolicy.centering.score_centering import install_centering
-
     worker = tw.start_worker(dense_model, **settings)
     install_centering(SimpleNamespace(actor=worker))
     return worker
@@ -79,9 +85,6 @@ class Sampler:
 
     def batch(self, size: int, change: Callable[[list[Any]], list[Any]] = lambda notes: notes) -> TensorDict:
         """The rows as the trainer sends them, with the K likeliest tokens of each position in their notes."""
-        from recipe.offpolicy.centering.score_centering import FLAG
-        from verl.utils import tensordict_utils as tu
-
         rows = zip(self.rows.prompts, self.rows.responses, self.log_q, strict=True)
         notes = [build_note(prompt.tolist(), response, log_q, size)[1] for prompt, response, log_q in rows]
         data = sw.with_notes(self.rows, change(notes))
@@ -153,9 +156,6 @@ def test_the_gradient_is_the_stated_formulas(
 
 @pytest.mark.parametrize(("plain", "size"), [*((plain, 8) for plain in PLAIN.values()), ({}, 1)], ids=str)
 def test_it_is_proved_live(worker: Any, sampler: Sampler, plain: dict[str, Any], size: int) -> None:
-    from recipe.offpolicy.proof.verify import verify
-    from recipe.offpolicy.worker.metrics import take_packets
-
     metrics, _ = tw.gradients(worker, correct(plain, size, prove=True), sampler.batch(size), micro_batch_size=4)
     packets = take_packets(metrics)
     rows = [row for packet in packets for row in packet.rows]
@@ -180,10 +180,6 @@ SABOTAGES = {
 def test_a_term_that_is_lost_or_changed_fails_the_proof(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError, verify
-    from recipe.offpolicy.worker.metrics import take_packets
-    from recipe.offpolicy.worker.terms import compute_centering_term
-
     changed = "recipe.offpolicy.worker.loss.compute_centering_term"
     monkeypatch.setattr(changed, lambda *given: SABOTAGES[what](compute_centering_term(*given)))
     metrics, _ = tw.gradients(worker, correct(TRUNCATED, 8, prove=True), sampler.batch(8))
@@ -223,8 +219,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sampler, what: str) -> None:
-    from recipe.offpolicy.centering.score_centering import CenteringError
-
     change, said = FAULTS[what]
     with pytest.raises(CenteringError, match=said):
         tw.gradients(worker, correct({}, 8, prove=True), sampler.batch(8, change), micro_batch_size=2)
@@ -233,8 +227,6 @@ def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sam
 def test_another_mu_than_that_of_the_likeliest_stops_the_update(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.offpolicy.centering.score_centering import CenteringError
-
     raw = [row - 0.01 for row in sampler.rows.rollout_log_probs]
     monkeypatch.setattr(sampler, "rows", replace(sampler.rows, rollout_log_probs=raw))
     with pytest.raises(CenteringError, match="mu differs from its value in the list"):
@@ -242,9 +234,6 @@ def test_another_mu_than_that_of_the_likeliest_stops_the_update(
 
 
 def test_a_run_that_no_engine_centres_is_told(worker: Any, sampler: Sampler) -> None:
-    from recipe.offpolicy.centering.score_centering import FLAG
-    from verl.utils import tensordict_utils as tu
-
     data = sampler.batch(8)
     tu.assign_non_tensor(data, **{FLAG: False})
     with pytest.raises(KeyError, match=r"correction\.centering=null"):
@@ -254,9 +243,6 @@ def test_a_run_that_no_engine_centres_is_told(worker: Any, sampler: Sampler) -> 
 def test_logits_that_are_not_those_of_the_log_probs_stop_the_update(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.offpolicy.centering import score_centering as centering_engine
-    from recipe.offpolicy.centering.score_centering import CenteringError
-
     compute = centering_engine.compute_log_probs
     monkeypatch.setattr(centering_engine, "compute_log_probs", lambda *given: compute(*given) + 0.5)
     with pytest.raises(CenteringError, match="pi sums to 1"):
@@ -290,10 +276,6 @@ def train(worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, **colu
 
 def test_a_policy_without_a_tail_is_no_fault(worker: Any, sampler: Sampler) -> None:
     """rho of thousands: rounding of C is relative to its coefficients."""
-    from recipe.offpolicy.batch.micro_batch import LIKELIEST_LOG_PROBS as LOG_PROBS
-    from recipe.offpolicy.batch.padding import flatten
-    from recipe.offpolicy.worker.metrics import take_packets
-
     loss = correct({}, 1, prove=True)
 
     class Peaked(type(loss)):  # type: ignore[misc]

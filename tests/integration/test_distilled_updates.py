@@ -13,10 +13,13 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.distilled import GATE, Batch, opinion
 from tests.support.fake_teacher import FakeTeacher, serving
+from verl.workers.utils.losses import ppo_loss
 
 MODES = pytest.mark.parametrize("mode", ["advantage", "loss"])
 
@@ -31,9 +34,6 @@ def update(
     worker: Any, url: str, mode: str, fault: Callable[[TensorDict], None] = lambda data: None, loss: Any = None
 ) -> dict[str, float]:
     """One update as the trainer makes it, with two eligible rows of six, and what the trainer makes of its packets."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
-
     opd = OnPolicyDistillation("opd", {"mode": mode, "teacher": {"url": url}, "eligible": GATE})
     hooks, batch = AddOns([opd]), Batch(tw.add_log_probs(worker, tw.make_rollout(6), mismatch=0.2))
     opd.begin(None)  # type: ignore[arg-type]
@@ -60,7 +60,5 @@ def test_untouched_it_is_live(engine: Any, url: str, mode: str) -> None:
 
 @MODES
 def test_another_loss_in_the_worker_stops_it(engine: Any, url: str, mode: str) -> None:
-    from verl.workers.utils.losses import ppo_loss
-
     with pytest.raises(LivenessError, match="opd: 0 of 0 micro-batches have no report"):
         update(engine, url, mode, loss=partial(ppo_loss, config=tw.actor_config()))

@@ -13,6 +13,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import training_worker as tw
 from tests.support.first_update import adapter, planned
 from tests.support.specs import BATCH_WIDE, GSM, STACK
+from verl.workers.config import PolicyLossConfig
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,6 @@ our_loss = partial(adapter, prove=False)
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
 def test_nothing_configured_is_verl_to_the_bit(worker: Any, loss_mode: str) -> None:
-    from verl.workers.config import PolicyLossConfig
-
     changes = {"policy_loss": PolicyLossConfig(loss_mode=loss_mode)}
     data = rollout(worker).to_tensordict()
     verls = tw.plain_loss(**changes)

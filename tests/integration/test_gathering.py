@@ -9,11 +9,11 @@ import pytest
 from tests.support import training_worker as tw
 from tests.support.first_update import adapter
 from tests.support.specs import STACK
+from verl.workers.config import PolicyLossConfig
 
 
 @pytest.mark.parametrize(("loss_mode", "entropy"), [("vanilla", True), ("gspo", False)])
 def test_responses_padded_at_once_are_those_that_verl_pads(engine: Any, loss_mode: str, entropy: bool) -> None:
-    from verl.workers.config import PolicyLossConfig
     from verl_patches import worker_seams
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)

@@ -20,6 +20,8 @@ from tests.support import images as im
 from tests.support import training_worker as tw
 from tests.support.first_update import first_update
 from tests.support.specs import STACK
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 pytestmark = [pytest.mark.verl(">=0.9.1"), pytest.mark.usefixtures("recorder_clock")]
 SPEC = CorrectionSpec.from_mapping(STACK)
@@ -72,9 +74,6 @@ def test_rows_with_images_are_recorded_with_their_own_tokens(worker: Any, tmp_pa
 
 def test_padded_rows_are_read_as_nested_ones(worker: Any) -> None:
     """V0's batch, by verl's own function, with four positions of each token."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
-
     rows = im.make_rollout()
     tw.add_log_probs(worker, rows, mismatch=0.2)
     nested = rows.to_tensordict()

@@ -7,41 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY
 from tests.support import training_worker as tw
 from tests.support.dense import micro_batch
 from tests.support.examples import each_nth_by_default
 from tests.support.first_update import first_update
-from tests.support.paths import ROOT
+from tests.support.presets import VALUES
+from verl.workers.config import PolicyLossConfig
 
-CONFIGS = ROOT / "configs" / "correction"
-
-
-def options() -> dict[str, dict[str, Any]]:
-    """Plain values by name; a delta that is left to the user is 0.1, and what corrects nothing is left out."""
-    found = {}
-    for path in sorted(CONFIGS.rglob("*.yaml")):
-        values: Any = OmegaConf.to_container(OmegaConf.load(path))
-        for mask in (values.get("masks") or {}).values():
-            if mask.get("delta") == "???":
-                mask["delta"] = 0.1
-        # Score centering reads more than the columns of verl's batch: test_centering_engine.py.
-        if any(values.values()) and "centering" not in values:
-            found[path.relative_to(CONFIGS).with_suffix("").as_posix()] = values
-    return found
-
-
-OPTIONS = options()
+# What corrects nothing is left out; score centering reads more than the columns of verl's batch:
+# test_centering_engine.py.
+OPTIONS = {name: values for name, values in VALUES.items() if any(values.values()) and "centering" not in values}
 BY_AGE = "loglinear_by_age"
 KL_OPTIONS = ("kl_clip", "kl_unbiased")
 NEEDS_GPG = [name for name, values in OPTIONS.items() if CorrectionSpec.from_mapping(values).weighs_full_ratio]
 
 
 def changes(name: str) -> dict[str, Any]:
-    from verl.workers.config import PolicyLossConfig
-
     if name in KL_OPTIONS:
         return dict(
             use_kl_loss=True,
@@ -95,8 +81,6 @@ def test_live_under_the_narrow_clip_of_gspo(engine: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", INERT_UNDER_GSPO)
 def test_what_cannot_act_under_gspo_says_so(engine: Any, name: str) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-
     with pytest.raises(LivenessError, match="verl's own clip is narrower and the correction changes nothing"):
         under(engine, name, "gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
 
@@ -107,8 +91,6 @@ def test_live_under_cispo(engine: Any, name: str) -> None:
 
 
 def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, float]:
-    from verl.workers.config import PolicyLossConfig
-
     return first_update(engine, OPTIONS[name], policy_loss=PolicyLossConfig(loss_mode=loss_mode), **clip)
 
 
@@ -122,9 +104,6 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
 )
 def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rounding of thousands of tokens must neither look like a dead correction nor hide one."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import METRIC_KEY
-
     spec = CorrectionSpec.from_mapping(OPTIONS[name])
     model_output, data = micro_batch(spec, lengths, dtype=dtype)
     config = {key: value for key, value in changes(name).items() if key == "policy_loss"}

@@ -15,7 +15,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 from torch import Tensor
 
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from tests.support import training_worker as tw
+from verl import DataProto
+from verl.workers.utils.losses import ppo_loss
 
 pytestmark = pytest.mark.verl(">=0.9")
 
@@ -57,8 +61,6 @@ def padded(rows: list[Tensor], left: bool = False) -> Tensor:
 
 def sampled(worker: Any) -> Any:
     """A batch as verl's rollout leaves it, with mu near the worker's own log-probs."""
-    from verl import DataProto
-
     rollout = tw.add_log_probs(worker, tw.make_rollout(ROWS, tool_tokens=False), mismatch=0.2)
     prompts = padded(rollout.prompts, left=True)
     sides = (rollout.prompts, True), (rollout.responses, False)
@@ -108,8 +110,6 @@ def trained(
     spoil: Callable[[Any], None] = lambda batch: None,
 ) -> Any:
     """One step of the user's trainer; ``spoil`` acts in the rollout."""
-    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
-
     made: Any = object.__new__(own_fit.OwnTrainer)
     made.config, made.total_training_steps = config, 1
     made.corrected = run = CorrectedV0(made)
@@ -146,8 +146,6 @@ def test_its_update_is_corrected_and_proved(option: str, own_fit: Any, engine: A
 def test_a_batch_that_is_updated_in_two_calls_stops_with_the_reason(
     options: list[str], own_fit: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-
     monkeypatch.setattr(own_fit.OwnTrainer, "calls", 2)
     config = composed(f"+correction@correction={options[0]}", *options[1:])
     with pytest.raises(LivenessError, match=r"used 32 of the 64 sequences.* to one call of update_actor"):
@@ -156,8 +154,6 @@ def test_a_batch_that_is_updated_in_two_calls_stops_with_the_reason(
 
 def other_loss(worker: Any, rows: Any) -> None:
     from functools import partial
-
-    from verl.workers.utils.losses import ppo_loss
 
     worker.set_loss_fn(partial(ppo_loss, config=tw.actor_config()))
 
@@ -168,8 +164,6 @@ def rows_exchanged(worker: Any, rows: Any) -> None:
 
 @pytest.mark.parametrize("fault", [other_loss, rows_exchanged])
 def test_a_fault_behind_the_call_stops_it(fault: Any, own_fit: Any, engine: Any) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-
     with pytest.raises(LivenessError):
         trained(own_fit, engine, composed("+correction@correction=[tis_token,gsm]"), fault)
 
@@ -185,8 +179,6 @@ def test_what_needs_a_method_that_it_goes_past_stops_it(
     options: list[str], says: str, own_fit: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import inspect
-
-    from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(own_fit, "compute_advantage", inspect.unwrap(own_fit.compute_advantage))
     config = composed(f"+correction@correction={options[0]}", *options[1:])

@@ -9,11 +9,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.worker.loss import OffPolicyLoss
 from tests.support import training_worker as tw
 from tests.support.examples import each_nth_by_default
 from tests.support.specs import GSM, OPSM, STALENESS, TIS_TOKEN
+from verl.utils import tensordict_utils as tu
 
 SPEC = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM, "staleness": STALENESS}}
 EVERY = 2
@@ -24,9 +28,6 @@ class Trainer:
     """A trainer's part in a run: plans, marks, and the verdict of each update."""
 
     def __init__(self, engine: Any, **keys: Any) -> None:
-        from recipe.offpolicy.trainer.supervision import Supervision
-        from recipe.offpolicy.worker.loss import OffPolicyLoss
-
         allowed = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
         config = OmegaConf.create(
             {"actor_rollout_ref": {"actor": {"ppo_epochs": 1}}, "offpolicy": allowed | {"prove_every": EVERY} | keys}
@@ -37,9 +38,6 @@ class Trainer:
 
     def update(self, *, advantage: float | None = None, **dealt: Any) -> int:
         """One update of a fresh rollout; returns the rows whose micro-batches were proved."""
-        from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-        from verl.utils import tensordict_utils as tu
-
         self.step += 1
         self.engine.engine_config.use_dynamic_bsz = False
         rows = tw.add_log_probs(self.engine, tw.make_rollout(seed=self.step), mismatch=0.2, seed=self.step)
@@ -82,8 +80,6 @@ def instead(change: Callable[[Any, Any], Any]) -> Callable[[Trainer, pytest.Monk
     """Hand other weights to verl's loss than those that the correction decided on."""
 
     def install(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-        from recipe.offpolicy.worker.loss import OffPolicyLoss
-
         hand_over = OffPolicyLoss.hand_over
 
         def changed(loss: Any, batch: Any, step: Any) -> Any:
@@ -117,8 +113,6 @@ def plain_loss(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_gradient(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
     call = OffPolicyLoss.__call__
 
     def changed(loss: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:

@@ -12,10 +12,15 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch.plan import take_reports
 from recipe.offpolicy.batch.weight_versions import read_extra_fields
+from recipe.offpolicy.replay import fsdp_engine
 from recipe.offpolicy.replay.expert_choice import ReplayError, RouterSlot
+from recipe.offpolicy.replay.fsdp_engine import REPORT
+from recipe.offpolicy.replay.routed_model import install_replay
 from tests.support import replaying_worker as rw
 from tests.support import training_worker as tw
+from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 
 pytestmark = pytest.mark.verl("==0.9.1")
 
@@ -67,17 +72,12 @@ def report_of(metrics: dict[str, Any]) -> Any:
 
 
 def reports_of(metrics: dict[str, Any]) -> list[Any]:
-    from recipe.offpolicy.batch.plan import take_reports
-    from recipe.offpolicy.replay.fsdp_engine import REPORT
-
     return take_reports(metrics, REPORT)
 
 
 @pytest.fixture
 def unproved(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker with R3 that takes routes which no router would choose."""
-    from recipe.offpolicy.replay import fsdp_engine
-
     for name in ("check_row_order", "check_layer_order"):
         monkeypatch.setattr(fsdp_engine, name, lambda records: None)
     return start("R3")
@@ -128,8 +128,6 @@ def test_foreign_routes_equal_the_model_with_these_routes(
     unproved = start("R3", use_remove_padding=True) if packed else unproved
     from transformers import AutoModelForCausalLM
 
-    from recipe.offpolicy.replay.routed_model import install_replay
-
     metrics, found = gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))
     reference = AutoModelForCausalLM.from_pretrained(
         unproved.model_config.path, dtype=torch.float64, experts_implementation="eager"
@@ -167,8 +165,6 @@ def test_a_split_changes_nothing(unproved: Any, data: TensorDict, foreign: Tenso
 
 def test_padding_rows_of_the_trainer_are_native(unproved: Any, data: TensorDict, foreign: Tensor) -> None:
     """verl fills a batch up with rows that have the first one's note, routes of zeros and no token of a loss."""
-    from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
-
     sent = rw.with_routes(data, foreign)
     source = {name: sent[name][0] for name in sent.keys()}
     tag = {"prompt_len": 0, "response_len": 0, "seq_len": 0, "is_padding": False}

@@ -11,6 +11,7 @@ from tests.support import training_worker as tw
 from tests.support.examples import each_nth_by_default
 from tests.support.first_update import adapter
 from tests.support.specs import GSM, STACK
+from verl.workers.config import PolicyLossConfig
 
 TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -36,8 +37,6 @@ def both(worker: Any, size: int) -> dict[str, tw.Rollout]:
     each_nth_by_default(3, product(CORRECTIONS, ["vanilla", "gspo"], [8, 4])),
 )
 def test_loss_and_gradient_are_the_same_to_the_bit(engine: Any, loss_mode: str, name: str, size: int) -> None:
-    from verl.workers.config import PolicyLossConfig
-
     loss = PolicyLossConfig(loss_mode=loss_mode)
     seen = {
         proximal: tw.gradients(

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from recipe.offpolicy.batch import micro_batch
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY
 from tests.support import first_update as shared
 from tests.support import training_worker as tw
 from tests.support.specs import GSM, OPSM, STALENESS, TIS_TOKEN
+from verl.workers.config import PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
 
 MISMATCH = shared.MISMATCH
 SPEC: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM, "staleness": STALENESS}}
@@ -26,7 +32,6 @@ def first_update(worker: Any, *, mapping: dict[str, Any] = SPEC, loss: Any = Non
 
 def adapter(hand_over: Any = None, spec: Any = SPEC, **config: Any) -> Any:
     """The loss as installed, or with its hand-over replaced."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     class Sabotaged(OffPolicyLoss):
         def hand_over(self, batch: Any, step: StepStage) -> Any:
@@ -53,8 +58,6 @@ def test_untouched_it_is_live(engine: Any, mismatch: float, micro_batch_size: in
 
 @pytest.mark.parametrize("loss_mode", ["dppo_tv", "sapo"])
 def test_live_with_other_base_losses(engine: Any, loss_mode: str) -> None:
-    from verl.workers.config import PolicyLossConfig
-
     assert first_update(engine, loss=adapter(policy_loss=PolicyLossConfig(loss_mode=loss_mode)))["proved"] == 1.0
 
 
@@ -68,15 +71,11 @@ def test_no_gradient_is_not_a_proof(engine: Any) -> None:
 
 
 def stops(match: str, engine: Any, **kwargs: Any) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-
     with pytest.raises(LivenessError, match=match):
         first_update(engine, **kwargs)
 
 
 def test_adapter_switched_off(engine: Any) -> None:
-    from verl.workers.utils.losses import ppo_loss
-
     stops("the worker ran another loss function", engine, loss=partial(ppo_loss, config=tw.actor_config()))
 
 
@@ -128,8 +127,6 @@ def test_mu_shifted_by_one_token_at_the_source(engine: Any, by: int) -> None:
 
 
 def test_log_probs_of_the_engine_are_of_other_rows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.batch import micro_batch
-
     read = micro_batch.read
 
     def misread(model_output: Any, data: Any) -> Any:
@@ -213,8 +210,6 @@ def keep_first(spec: CorrectionSpec) -> CorrectionSpec:
 
 @pytest.mark.parametrize("name", DECISIONS)
 def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    from recipe.offpolicy.batch import micro_batch
-
     decide, (mapping, change) = micro_batch.decide, DECISIONS[name]
     monkeypatch.setattr(micro_batch, "decide", lambda spec, batch, **options: decide(*change(spec, batch), **options))
     stops("has no effect|no evidence that", engine, mapping=mapping, micro_batch_size=None)
@@ -241,8 +236,6 @@ def test_a_penalty_that_is_another(engine: Any, monkeypatch: pytest.MonkeyPatch,
 
 def corrupted_installation(kind: str) -> Any:
     """The loss with its entry changed: what the engine calls is no longer what was handed over."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import METRIC_KEY
 
     class Corrupted(OffPolicyLoss):
         def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -283,8 +276,6 @@ def test_the_installed_call_is_corrupted(engine: Any, kind: str, match: str, mis
 
 def test_verl_drops_the_weights(engine: Any) -> None:
     """What verl's whitelist would do to a key it does not know."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from verl.workers.utils.losses import ppo_loss
 
     def dropping(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         return ppo_loss(config, model_output, data.exclude("rollout_is_weights"), dp_group)

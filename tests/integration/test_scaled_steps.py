@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from recipe.offpolicy.batch.plan import take_reports
+from recipe.offpolicy.extensions.vcpo import FLAG, REPORT, find_wrong_rate, scale_steps
 from tests.support import training_worker as tw
+from verl.utils import tensordict_utils as tu
+from verl.utils.torch_functional import get_constant_schedule_with_warmup
+from verl.workers.utils.losses import ppo_loss
 
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("verl")
@@ -26,9 +31,6 @@ def rows(dense_model: Path) -> tw.Rollout:
 
 def start(dense_model: Path, *, scaled: bool = True) -> Any:
     """A worker whose rate warms up over four updates: 0, 1/4, 1/2, 3/4 of it."""
-    from recipe.offpolicy.extensions.vcpo import scale_steps
-    from verl.utils.torch_functional import get_constant_schedule_with_warmup
-
     worker = tw.start_worker(dense_model)
     engine = worker.engine
     engine.lr_scheduler = get_constant_schedule_with_warmup(optimizer=engine.optimizer, num_warmup_steps=4)
@@ -39,11 +41,6 @@ def start(dense_model: Path, *, scaled: bool = True) -> Any:
 
 
 def update(worker: Any, rows: tw.Rollout, factor: float | None) -> list[Any]:
-    from recipe.offpolicy.batch.plan import take_reports
-    from recipe.offpolicy.extensions.vcpo import FLAG, REPORT
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.losses import ppo_loss
-
     data = rows.to_tensordict()
     if factor is not None:
         tu.assign_non_tensor(data, **{FLAG: factor})
@@ -56,8 +53,6 @@ def rates(worker: Any) -> tuple[float, float, float]:
 
 
 def test_the_factor_multiplies_each_step_and_never_the_next(dense_model: Path, rows: tw.Rollout) -> None:
-    from recipe.offpolicy.extensions.vcpo import find_wrong_rate
-
     worker = start(dense_model)
     for number, factor in enumerate(FACTORS):
         planned = RATE * number / 4

@@ -13,9 +13,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch.plan import take_reports
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.support.fsdp_engine import REPORT
 from recipe.offpolicy.support.token_supports import SupportError
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
+from verl.workers.utils.losses import ppo_loss
 
 pytestmark = pytest.mark.verl("==0.9.1")
 
@@ -66,9 +72,6 @@ def forward(worker: Any, data: TensorDict, temperature: float = 1.0) -> TensorDi
 
 
 def report_of(metrics: dict[str, Any]) -> Any:
-    from recipe.offpolicy.batch.plan import take_reports
-    from recipe.offpolicy.support.fsdp_engine import REPORT
-
     (report,) = take_reports(metrics, REPORT)
     return report
 
@@ -175,9 +178,6 @@ def unknown_at(supports: Supports, row: int, place: int) -> Supports:
 def test_a_token_of_unknown_support_leaves_the_policy_term_or_stays_whole(
     start: Callable[..., Any], on_policy: tw.Rollout, supports: Supports, unknown: str
 ) -> None:
-    from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
     spec = CorrectionSpec(support="engine", support_unknown=unknown)  # type: ignore[arg-type]
     ours = OffPolicyLoss(spec, tw.actor_config())
     given = unknown_at(supports, 1, 2)
@@ -198,8 +198,6 @@ def test_a_correction_is_proved_beside_tokens_of_unknown_support(
     start: Callable[..., Any], rows: tw.Rollout, supports: Supports
 ) -> None:
     """Its proof holds where tokens are withheld, statistics leave them out, and a recording has the sizes."""
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-    from recipe.offpolicy.worker.metrics import take_packets
     from tests.support.corrections import GSM, TIS, spec
 
     given = unknown_at(unknown_at(supports, 1, 2), 5, 0)
@@ -229,9 +227,6 @@ def test_a_correction_is_proved_beside_tokens_of_unknown_support(
 def test_the_kl_term_reads_the_whole_vocabulary(
     start: Callable[..., Any], on_policy: tw.Rollout, supports: Supports
 ) -> None:
-    from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.loss import OffPolicyLoss
-
     generator = torch.Generator().manual_seed(9)
     ref = [row + 0.3 * torch.randn(row.shape, generator=generator) for row in on_policy.old_log_probs]
     here = replace(on_policy, ref_log_probs=ref)
@@ -241,7 +236,6 @@ def test_the_kl_term_reads_the_whole_vocabulary(
     worker = start()
     both_metrics, both = tw.gradients(worker, OffPolicyLoss(spec, config), noted)
     _, policy = tw.gradients(worker, OffPolicyLoss(spec, tw.actor_config()), noted)
-    from verl.workers.utils.losses import ppo_loss
 
     silent = replace(here, advantages=[torch.zeros_like(row) for row in here.advantages])
     metrics, kl = tw.gradients(start(None), partial(ppo_loss, config=config), silent.to_tensordict())

@@ -12,10 +12,12 @@ import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.masks import AGGREGATES
+from recipe.offpolicy.proof.verify import LivenessError
 from tests.support import training_worker as tw
 from tests.support.examples import each_nth_by_default
 from tests.support.first_update import acting_by, adapter, first_update
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
+from verl.workers.config import PolicyLossConfig
 
 STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 1}
 LEVELS = ["token", "sequence", "turn", "version", "prefix"]
@@ -122,8 +124,6 @@ def test_self_normalised_weights(engine: Any, level: str) -> None:
 
 @pytest.mark.parametrize("level", each_nth_by_default(4, LEVELS))
 def test_weights_on_the_current_policy(engine: Any, level: str) -> None:
-    from verl.workers.config import PolicyLossConfig
-
     weight = TIS_TOKEN | {"level": level, "ratio": "full"}
     live(engine, {"weight": weight, "proximal": "bypass"}, policy_loss=PolicyLossConfig(loss_mode="gpg"))
 
@@ -167,8 +167,6 @@ def test_clipped_kl(engine: Any, kind: str) -> None:
 
 
 def stops(match: str, engine: Any, mapping: dict[str, Any], **kwargs: Any) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError
-
     with pytest.raises(LivenessError, match=match):
         first_update(engine, mapping, rollout=with_versions(tw.make_rollout()), **kwargs)
 
@@ -209,8 +207,6 @@ def test_a_proximal_policy_that_is_not_used(engine: Any, proximal: dict[str, Any
 @pytest.mark.parametrize("mapping", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
 def test_a_base_loss_that_reads_no_pi_old(engine: Any, mapping: dict[str, Any]) -> None:
     """REINFORCE has no ratio: where pi_old comes from is nothing to it, and that is no correction."""
-    from verl.workers.config import PolicyLossConfig
-
     gpg = dict(policy_loss=PolicyLossConfig(loss_mode="gpg"))
     stops("no evidence that proximal acts", engine, mapping, **gpg)
     # With a weight on pi / mu that does the work there is something to prove, and proximal is not counted.

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import legacy_actor as la
@@ -22,7 +21,7 @@ from tests.support.legacy_updates import (
     update,
     verdict,
 )
-from tests.support.paths import ROOT
+from tests.support.presets import VALUES
 from tests.support.specs import BATCH_WIDE, GSM, STACK, TIS_TOKEN
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
@@ -30,27 +29,19 @@ pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patch
 
 # The proof --------------------------------------------------------------------------------------------------
 
-OPTIONS = ROOT / "configs" / "correction"
+# Those of the group itself that correct something; verl 0.7.1 notes no versions of the weights, so no age is known.
+OPTIONS = {
+    name: values
+    for name, values in VALUES.items()
+    if "/" not in name and any(values.values()) and values.get("alpha") != "by_age"
+}
 
 
-def options() -> dict[str, Settings]:
-    """The options of the group ``correction`` that correct something; a delta left open is 0.1."""
-    found = {}
-    for path in sorted(OPTIONS.glob("*.yaml")):
-        values: Any = OmegaConf.to_container(OmegaConf.load(path))
-        for mask in (values.get("masks") or {}).values():
-            mask.update({"delta": 0.1} if mask.get("delta") == "???" else {})
-        # verl 0.7.1 notes no versions of the weights, and no age is known.
-        if any(values.values()) and values.get("alpha") != "by_age":
-            found[path.stem] = values
-    return found
-
-
-@pytest.mark.parametrize("name", options())
+@pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_is_proved_live(name: str) -> None:
     from verl.workers.config import PolicyLossConfig
 
-    mapping = options()[name]
+    mapping = OPTIONS[name]
     config: Settings = dict(KL) if name in ("kl_clip", "kl_unbiased") else {}
     if name == "kl_unbiased":
         config |= dict(kl_loss_type="low_var_kl")

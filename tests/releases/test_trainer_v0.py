@@ -200,3 +200,11 @@ def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tm
     if legacy:
         handover = again.trainer.sent.meta_info[HANDOVER]
         assert (handover.spec, set(handover.moving)) == (first.correction, set(plan.bounds))
+
+
+def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None:
+    made = trainer(masks={"gsm": GSM})
+    made._update_actor(batch(min_global_steps=np.array([None] * ROWS), max_global_steps=np.array([None] * ROWS)))
+    assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS  # step 7
+    made._update_actor(batch())
+    assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS

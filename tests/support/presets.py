@@ -16,10 +16,9 @@ def _filled(value: Any) -> Any:
     return 0.05 if value == "???" else value
 
 
-PRESETS = {
-    option: CorrectionSpec.from_mapping(
-        _filled(yaml.safe_load((CONFIGS / "correction" / f"{option}.yaml").read_text()))
-    )
-    for option in OPTIONS
+VALUES: dict[str, dict[str, Any]] = {
+    option: _filled(yaml.safe_load((CONFIGS / "correction" / f"{option}.yaml").read_text()) or {}) for option in OPTIONS
 }
+"""Name of the option -> its plain values."""
+PRESETS = {option: CorrectionSpec.from_mapping(values) for option, values in VALUES.items()}
 """Name of the option -> its correction."""
