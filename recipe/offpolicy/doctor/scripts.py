@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .bash.interpreter import Script, read_script
 from .bash.programs import read_text
-from .bash.shell_values import Field, ProgramCall, ScriptEnd, ScriptError, Unknown
+from .bash.shell_values import Field, ProgramCall, ScriptError, Unknown
 from .program import Launch
 
 KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
@@ -73,7 +73,6 @@ _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
 _UV = re.compile(r"(.*/)?uv")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*|~[a-z_][\w./@-]*", re.S)
-_ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
 _FREE_TEXT = re.compile(
     r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
@@ -83,9 +82,6 @@ _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Largest number of different launches of one script that are checked; each check takes a second or more."""
-_LONGEST = 2**13
-"""Largest length in characters of a launch of one word, or of several words with the same sum of squares; this limits
-the time that Hydra spends on parsing."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
@@ -110,7 +106,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
     ]
     assumed = (*read.assumed, *(f"${name} is not set, and bash treats it as empty" for name in empty))
     if not found:
-        raise ScriptError(f"{script}: {_explain_no_launch(read.end, line)}")
+        raise ScriptError(f"{script}: {_explain_no_launch(read, line)}")
     if len({launch.origin for _, launch in found}) > 1:
         lines = ", ".join(dict.fromkeys(f"{called.line} ({launch.module})" for called, launch in found))
         raise ScriptError(f"{script}: several launches, at lines {lines}. Choose one: --line {found[0][0].line}.")
@@ -140,12 +136,6 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, but at most {MOST} are checked. "
             f"Fix: check the script with fewer values in its loops."
         )
-    if sum(len(word) ** 2 for launch in launches for word in launch.arguments) > _LONGEST**2:
-        longest = max(len(word) for launch in launches for word in launch.arguments)
-        raise ScriptError(
-            f"{script}, line {found[0][0].line}: Hydra would take minutes to read arguments of up to {longest} "
-            f"characters. Fix: put long lists into a configuration file."
-        )
     return list(launches)
 
 
@@ -169,15 +159,13 @@ def _is_free(word: Unknown) -> bool:
     return _FREE_TEXT.fullmatch(word.prefix) is not None and word.unset.isidentifier()
 
 
-def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
-    if end is not None and end.name == "exit":
+def _explain_no_launch(read: Script, line: int | None) -> str:
+    if (end := read.end) is not None and end.name == "exit":
         status = f" ({end.name} {end.status})" if end.status else ""
-        because = f": {end.because}" if end.because else ""
         before = f"the launch of line {line}" if line is not None else "any launch"
-        needed = [*end.unset, *(["1"] if _ARGUMENTS.search(end.because) else [])]
-        fixes = " and ".join(propose_exports(dict.fromkeys(needed, False)))
+        fixes = " and ".join(propose_exports(dict.fromkeys(read.unset, False)))
         given = f" Fix: {fixes}." if fixes else ""
-        return f"the script ends at line {end.line}{status} before {before}{because}.{given}"
+        return f"the script ends at line {end.line}{status} before {before}.{given}"
     where = f"no launch at line {line}" if line is not None else "no launch"
     return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was found."
 

@@ -46,19 +46,6 @@ def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatc
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024
 
 
-def test_launches_that_hydra_would_read_for_minutes_are_refused(tmp_path: Path) -> None:
-    for source in (
-        f"{LAUNCH} c.d=[{'1,' * 5000}1]",
-        f"{LAUNCH} c.d=[{'1,' * 3000}1] e.f=[{'1,' * 3000}1]",
-        f"for i in $(seq 9); do {LAUNCH} c.d=$i e.f=[{'1,' * 2000}1]; done",
-    ):
-        with pytest.raises(ScriptError, match="Hydra would take minutes"):
-            arguments_of(tmp_path, source)
-    assert arguments_of(tmp_path, f"{LAUNCH} c.d=[{'1,' * 3000}1]")
-    with pytest.raises(ScriptError, match="a command of 6004 words is too long"):
-        arguments_of(tmp_path, f"{LAUNCH} $(seq 6000)")
-
-
 def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"X=$({DOUBLING})\n{LAUNCH} c.d=$X\n")
@@ -102,26 +89,20 @@ def test_a_launch_in_a_process_substitution_is_a_launch(tmp_path: Path) -> None:
         assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source
 
 
-COMMENT = "Line {}, after a backslash, is a comment"
+SEPARATE = "is a separate command, not part of the launch. Fix: end each line"
+VARIABLE = "correction=gsm is a variable that the script does not use, not an override. Fix: put it after the module"
 LOST = {
-    "a comment": (
-        f"{LAUNCH} \\\n  c.d=1 \\\n  # warm\n  e.f=2 \\\n  g.h=3\n",
-        4,
-        COMMENT.format(3),
-    ),
-    "an empty line": (f"{LAUNCH} \\\n\n  e.f=2\n", 3, "Line 2, after a backslash, is empty"),
-    "no backslash": (f"{LAUNCH} \\\n  c.d=1\n  e.f=2 \\\n  g.h=3\n", 3, "Line 2 does not end in a backslash"),
-    "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
+    "a comment": (f"{LAUNCH} \\\n  c.d=1 \\\n  # warm\n  e.f=2 \\\n  g.h=3\n", 4, SEPARATE),
+    "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, SEPARATE),
     "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "the line ends in a carriage return"),
-    "a semicolon": (f"{LAUNCH}; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
-    "an and": (f"{LAUNCH} && correction=gsm\n", 1, "A && ends the launch of line 1. Remove it."),
-    "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, "A | ends the launch of line 1. Remove it."),
-    "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it after the module"),
+    "no backslash": (f"{LAUNCH} \\\n  a.b=2\n  correction=gsm\n", 3, VARIABLE),
+    "an and": (f"{LAUNCH} && correction=gsm\n", 1, VARIABLE),
+    "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, VARIABLE),
+    "a variable": (f"correction=gsm {LAUNCH}\n", 1, VARIABLE),
     "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
-    "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),
-    "an array": (f'A=(c.d=1)\n{LAUNCH}\n  "${{A[@]}}"\n', 3, "Line 2 does not end in a backslash"),
-    "in a function": (f"f() {{\n  {LAUNCH} \\\n\n    e.f=2\n}}\nf\n", 4, "Line 3, after a backslash, is empty"),
+    "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, SEPARATE),
+    "an array in a function": (f'f() {{\n  A=(c.d=1)\n{LAUNCH}\n  "${{A[@]}}"\n}}\nf\n', 4, SEPARATE),
 }
 
 
@@ -146,6 +127,7 @@ def test_what_is_no_part_of_the_launch_is_none(tmp_path: Path) -> None:
         f"{LAUNCH} c.d=1 && rc=$?\n",
         f"{LAUNCH} c.d=1 || echo correction=gsm\n",
         f"if (true) then {LAUNCH} c.d=1; fi\n",
+        f'pass_at_k=loo\necho "$pass_at_k"\n{LAUNCH} c.d=1\n',
         f"{LAUNCH} c.d=1 > >(tee log) 2>&1\n",
         f"exec > >(tee log)\n{LAUNCH} c.d=1\n",
         f"X=$(cat <(sort a))\n{LAUNCH} c.d=1\n",

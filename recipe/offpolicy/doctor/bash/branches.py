@@ -3,48 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from .conditions import Truth
-from .grammar import Case, Chain, Command, CommandGroup, If, Loop, Pipeline, Simple, Test
-from .lexer import Token
-from .shell_values import LoopBreak, ProgramCall, ScriptEnd, ShellState, Unknown
-from .words import WordExpander
+from .grammar import Case, Chain, Command, CommandGroup, If, Loop, parse
+from .shell_values import Field, LoopBreak, ProgramCall, ScriptEnd, ShellState, Unknown
+from .words import WordExpander, concatenate
 
-_LONGEST = 80
 _ROUNDS = 100
 """Rounds after which a loop counts as endless."""
-
-
-def format_condition(condition: object) -> str:
-    """Format a condition as written, in one line, shortened if it is long."""
-    text = " ".join(_list_words(condition)).replace("\n", " ")
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _list_words(part: object) -> Iterator[str]:
-    """List the words and operators of commands or of their parts."""
-    match part:
-        case str():
-            yield part
-        case Token(text=text):
-            yield text
-        case list() | tuple():
-            for each in part:
-                yield from _list_words(each)
-        case Simple() | Test() | Chain() | Pipeline():
-            yield from _list_words([value for name, value in vars(part).items() if name != "cut"])
-
-
-@contextmanager
-def note_condition(condition: str) -> Iterator[None]:
-    """If ScriptEnd is raised inside, record in it the innermost condition under which it was raised."""
-    try:
-        yield
-    except ScriptEnd as end:
-        end.because = end.because or condition
-        raise
 
 
 class Branches:
@@ -53,11 +20,13 @@ class Branches:
     Attributes:
         state: the shell's state.
         calls: the programs that would run, in order.
+        printed: output of the substitution that is being evaluated; None outside substitutions.
     """
 
     def __init__(self, state: ShellState) -> None:
         self.state = state
         self.calls: list[ProgramCall] = []
+        self.printed: list[Field] | None = None
         self._doubt: Unknown | None = None
         self._broken: list[Unknown] = []  # why the loop may have been left in this round
 
@@ -67,6 +36,19 @@ class Branches:
         for command in commands:
             status = self._run_command(command)
         return status
+
+    def run_source(self, source: str, first_line: int = 1) -> Truth:
+        """Parse and run source."""
+        return self.run(parse(source, first_line))
+
+    def call(self, words: list[Field], line: int, given: Field = "") -> Truth:
+        """Call a function, a builtin or a program."""
+        raise NotImplementedError
+
+    def print(self, printed: Field) -> None:
+        """Append to the output; as one value, so that its length is limited."""
+        if self.printed is not None:
+            self.printed = [concatenate([*self.printed, printed])]
 
     def _run_command(self, command: Command) -> Truth:
         raise NotImplementedError
@@ -78,46 +60,33 @@ class Branches:
     def _run_chain(self, chain: Chain) -> Truth:
         tested = len(self.state.missing)
         status = self._run_command(chain.first)
-        latest = chain.first
-        for place, (operator, command) in enumerate(chain.rest):
+        for operator, command in chain.rest:
             if isinstance(status, Unknown):
                 self._run_either(lambda command=command: self._run_command(command), None, status)  # type: ignore[misc]
             elif status is (operator == "&&"):
-                holds = f"{'! ' * (operator == '||')}{format_condition(latest)}"
-                latest = command
                 try:
-                    with note_condition(holds):
-                        status = self._run_command(command)
+                    status = self._run_command(command)
                 except ScriptEnd as end:
-                    before = Chain(chain.line, chain.first, chain.rest[:place])
-                    if not self._needs_file(end, tested, [before], holds=operator == "&&"):
+                    if not self._needs_file(end, tested):
                         raise
                     status = operator != "&&"
         return status
 
-    def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
-        """Return True if an exit with an error is due to a file that is missing here, and note the assumed file.
+    def _needs_file(self, end: ScriptEnd, tested: int) -> bool:
+        """Return True if an exit with an error may be due to a file that is missing here, and note the assumed file.
 
         A script uses such a condition to check that it runs on the launch machine, which may not be this machine.
 
         Args:
-            tested: number of missing files before the condition.
-            condition: the condition of the exit; ``holds``: its result.
+            tested: number of missing files before the condition of the exit.
         """
-        missing, calls = " and ".join(dict.fromkeys(self.state.missing[tested:])), len(self.calls)
-        if end.name != "exit" or end.status in ("", "0") or not missing or self.state.all_exist:
+        missing = " and ".join(dict.fromkeys(self.state.missing[tested:]))
+        if end.name != "exit" or end.status in ("", "0") or not missing:
             return False
-        self.state.all_exist = True
-        try:
-            differs = self.run(condition) is (not holds)
-        finally:
-            self.state.all_exist = False
-            del self.calls[calls:]
-        if differs:
-            self.state.assumed.append(
-                f"line {end.line}: the doctor assumes that {missing} exists, because otherwise the script would end"
-            )
-        return differs
+        self.state.assumed.append(
+            f"line {end.line}: the doctor assumes that {missing} exists, because otherwise the script would end"
+        )
+        return True
 
     def _run_if(self, command: If) -> Truth:
         tested = len(self.state.missing)
@@ -128,20 +97,16 @@ class Branches:
                 return self._run_either(lambda body=body: self.run(body), lambda rest=rest: self._run_if(rest), holds)  # type: ignore[misc]
             if holds:
                 try:
-                    with note_condition(format_condition(condition)):
-                        return self.run(body)
-                except ScriptEnd as end:
-                    if not self._needs_file(end, tested, condition, holds=True):
-                        raise
-        tried = " or ".join(format_condition(condition) for condition, _ in command.branches)
-        try:
-            with note_condition(f"! ( {tried} )" if tried else ""):
-                return self.run(command.otherwise)
-        except ScriptEnd as end:
-            for condition, body in command.branches:
-                if self._needs_file(end, tested, condition, holds=False):
                     return self.run(body)
-            raise
+                except ScriptEnd as end:
+                    if not self._needs_file(end, tested):
+                        raise
+        try:
+            return self.run(command.otherwise)
+        except ScriptEnd as end:
+            if not self._needs_file(end, tested):
+                raise
+            return self.run(command.branches[0][1])
 
     def _run_case(self, command: Case) -> Truth:
         subject = self._words.expand_text(command.subject.text, command.subject.line)
@@ -154,8 +119,7 @@ class Branches:
             for pattern in patterns:
                 fitting = self._words.expand_pattern(pattern.text, pattern.line)
                 if isinstance(fitting, str) and fnmatch.fnmatchcase(value, fitting):
-                    with note_condition(f"{command.subject.text} is {fitting}"):
-                        return self.run(body)
+                    return self.run(body)
         return True
 
     def _run_for(self, command: Loop) -> Truth:

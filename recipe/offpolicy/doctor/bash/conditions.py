@@ -57,6 +57,7 @@ def evaluate_test(words: list[Field], state: ShellState, line: int, *, patterns:
 
 def _evaluate_unary(operator: str, operand: Field, state: ShellState, line: int) -> Truth:
     if operator == "-v" and isinstance(operand, str):
+        state.unset += [operand] * (operand not in state.variables)
         return operand in state.variables
     if isinstance(operand, Unknown):
         # A test treats an unset variable as empty.
@@ -64,7 +65,7 @@ def _evaluate_unary(operator: str, operand: Field, state: ShellState, line: int)
     if operator in ("-z", "-n"):
         return bool(operand) is (operator == "-n")
     if operator in _FILES:
-        found = bool(operand) and (state.all_exist or _FILES[operator](state.directory / operand))
+        found = bool(operand) and _FILES[operator](state.directory / operand)
         if operand and not found:
             state.missing.append(operand)
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ class Simple:
     """A simple command: assignments, words, and an input, which is a here-document, a here-string, or a file name.
 
     Attributes:
-        cut: why the command may belong to the previous one; "" if nothing indicates that.
         pipes: targets of redirections that are commands, such as ``> >(tee log)``.
     """
 
@@ -23,7 +21,6 @@ class Simple:
     assignments: list[Token] = field(default_factory=list)
     words: list[Token] = field(default_factory=list)
     input: Token | None = None
-    cut: str = ""
     pipes: list[Token] = field(default_factory=list)
 
 
@@ -103,8 +100,6 @@ class Function:
 
 Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | Function
 
-_OVERRIDE = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=")
-_LAUNCH = re.compile(rf"{_OVERRIDE.pattern}|-m$|torchrun$|[\w./-]*\.py$")
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
@@ -153,21 +148,10 @@ class _Parser:
     def parse_commands(self, until: set[str]) -> list[Command]:
         found: list[Command] = []
         self._skip()
-        cut, indent = "", 0
         while self._token.kind != "end" and not self._is(*until, *_CLOSING, ")", ";;"):
-            start = self._token
             found.append(self._parse_chain())
-            lead = _find_first(found[-1])
-            if lead is not None and (start.indent > indent or _assigns_group(lead)):
-                lead.cut = cut
-            _mark_lost(found[-1])
             if self._token.kind in ("word", "array") and not self._is(*until, *_CLOSING):
                 raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
-            cut, indent = self._token.cut, start.indent
-            if not cut and lead is not None and _is_launch(lead):
-                by = self._token.text if self._is(";", "&") else ""
-                cut = f"Line {self._token.line} does not end in a backslash. Add one."
-                cut = f"A {by} ends the launch of line {self._token.line}. Remove it." if by else cut
             self._skip()
         return found
 
@@ -345,70 +329,6 @@ class _Parser:
             self._expect(")", token.line)
         self._skip(separators=False)
         return Function(token.line, name, self._parse_command())
-
-
-def _find_first(command: Command) -> Simple | None:
-    """Find the simple command with which a chain or pipeline starts."""
-    match command:
-        case Chain():
-            return _find_first(command.first)
-        case Pipeline():
-            return _find_first(command.commands[0])
-    return command if isinstance(command, Simple) else None
-
-
-def _mark_lost(command: Command) -> None:
-    """Mark commands that were meant as overrides but are separated from a launch by an operator.
-
-    Raises:
-        ScriptError: an override precedes the launch, so bash treats it as a variable.
-    """
-    joined = [("", command)]
-    if isinstance(command, Chain):
-        joined = [("", command.first), *command.rest]
-    joined = [
-        (operator if place == 0 else "|", inner)
-        for operator, each in joined
-        for place, inner in enumerate(each.commands if isinstance(each, Pipeline) else [each])
-    ]
-    launched = 0
-    for operator, simple in joined:
-        if not isinstance(simple, Simple):
-            continue
-        if launched and (_assigns_group(simple) or any(_OVERRIDE.match(word.text) for word in simple.words[:1])):
-            simple.cut = f"A {operator} ends the launch of line {launched}. Remove it."
-        if _is_launch(simple):
-            launched = simple.line
-            given = _find_group(simple)
-            if given is not None and not _OVERRIDE.match(simple.words[0].text):
-                raise ScriptError(
-                    f"line {given.line}: {given.text} before the launch is a variable, which no program reads. "
-                    f"Fix: put it after the module."
-                )
-
-
-def _is_launch(command: Simple) -> bool:
-    return any(_LAUNCH.match(word.text) for word in command.words)
-
-
-def _find_group(command: Simple) -> Token | None:
-    """Find the assignment of a Hydra group, such as ``correction=gsm``, which is never meant as a variable."""
-    for token in command.assignments:
-        name, _, value = token.text.partition("=")
-        if name in ("correction", "model_engine"):
-            return token
-        if name.islower():  # environment variables are upper case, groups are not
-            from ...preflight.own_keys import list_groups  # imports torch
-
-            options = list_groups().get(name, ())
-            if any(each in options for each in re.findall(r"\w+", value)):
-                return token
-    return None
-
-
-def _assigns_group(command: Simple) -> bool:
-    """Return True if an assignment right after a launch is really one of the launch's overrides."""
-    return not command.words and _find_group(command) is not None
 
 
 def is_assignment(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,9 @@ from .grammar import (
     Simple,
     Test,
     is_assignment,
-    parse,
 )
 from .lexer import Token
 from .programs import (
-    LARGEST,
     find_inner_script,
     find_python_code,
     is_importable,
@@ -43,6 +41,7 @@ from .programs import (
     shorten,
 )
 from .shell_values import (
+    COMMANDS,
     WORDS,
     Field,
     OverBudget,
@@ -52,52 +51,41 @@ from .shell_values import (
     ShellState,
     Unknown,
     find_unknown,
+    limit_seconds,
 )
 from .words import WordExpander, concatenate
 
 _DEPTH = 20  # limit for scripts and functions that call each other
 _LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
 """Words that cannot be names of programs: overrides and flags."""
-_NAMES = re.compile(r"\$\{?#?([A-Za-z_]\w*)|-v\s+([A-Za-z_]\w*)")
+_SECONDS = 20.0
 
 
 class Interpreter(Branches):
-    """An interpreter of parsed commands in a shell state; ``calls`` lists the programs that would run, in order."""
+    """An interpreter of parsed commands in a shell state; ``calls`` lists the programs that would run, in order.
+
+    Attributes:
+        line: line of the latest command.
+    """
 
     def __init__(self, state: ShellState) -> None:
         super().__init__(state)
-        self._depth = 0
-        self.printed: list[Field] | None = None  # output of a substitution
-        self.end: ScriptEnd | None = None  # how the script itself ended
+        self.line = 0
+        self._commands = self._depth = 0
+        self._chosen: list[Token] = []  # assignments that look like overrides
 
-    def run_script(self, source: str, first_line: int = 1) -> None:
-        """Run a script up to its end, or up to the command that ends it.
+    def check_assignments(self) -> None:
+        """Reject an unused variable with the name of a Hydra group and the value of an option.
 
         Raises:
-            ScriptError: bash syntax is not supported.
+            ScriptError: there is such a variable, as in ``launch ...; correction=gsm``.
         """
-        try:
-            self.run(self.parse(source, first_line))
-        except ScriptEnd as end:
-            end.unset = tuple(dict.fromkeys(self._find_unset(end.because)))
-            self.end = end
-
-    def parse(self, source: str, first_line: int = 1) -> list[Command]:
-        """Parse source within the budget."""
-        self.state.budget.spend_bytes(len(source))
-        return parse(source, first_line)
-
-    def _find_unset(self, text: str, depth: int = 0) -> Iterator[str]:
-        """Find the variables in an unexpanded text that are unset, or that were assigned from unset variables."""
-        for found in _NAMES.finditer(text):
-            name = found[1] or found[2]
-            source = self.state.written.get(name, "")
-            if name not in self.state.variables or (self.state.variables[name] == "" and name in source):
-                yield name
-            elif self.state.variables[name] == "" and depth < _DEPTH:
-                yield from self._find_unset(source, depth + 1) if source else [name]
-        if depth and re.search(r"\$\{?\d", text):
-            yield "1"
+        for token in self._chosen:
+            if token.text.partition("=")[0] not in self.state.read:
+                raise ScriptError(
+                    f"line {token.line}: {token.text} is a variable that the script does not use, not an override. "
+                    f"Fix: put it after the module, and end each line of the launch except the last in a backslash."
+                )
 
     @property
     def _words(self) -> WordExpander:
@@ -108,7 +96,10 @@ class Interpreter(Branches):
         return WordExpander(self.state, self._substitute, unset_is_empty=True)
 
     def _run_command(self, command: Command) -> Truth:
-        self.state.budget.spend_command(command.line)
+        self.line = command.line
+        self._commands += 1
+        if self._commands > COMMANDS:
+            raise OverBudget(f"more than {COMMANDS} commands would run before the launch is reached.")
         match command:
             case Simple():
                 return self._run_simple(command)
@@ -169,7 +160,7 @@ class Interpreter(Branches):
 
         def run() -> None:
             with suppress(ScriptEnd):
-                self.run(self.parse(source, line))
+                self.run_source(source, line)
 
         try:
             printed = self._capture(run)
@@ -180,11 +171,10 @@ class Interpreter(Branches):
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:
         for pipe in command.pipes:
             self._words.expand_text(pipe.text, pipe.line)
+        self._chosen += filter(_chooses_option, command.assignments)
+        for token in command.assignments if not command.words else ():
+            self._assign(token)
         if not command.words:
-            if command.assignments and command.cut:
-                self._refuse_lost(command.assignments[0].text, command)
-            for token in command.assignments:
-                self._assign(token)
             # $(< FILE) prints the file.
             return self.call(["cat"], command.line, self._read_input(command.input)) if command.input else True
         if command.input is not None:
@@ -192,7 +182,7 @@ class Interpreter(Branches):
         declares, tests = (command.words[0].text in names for names in (DECLARING, ("[", "test")))
         words = [field for word in command.words for field in self._expand_element(word, declares, tests)]
         if not words:
-            if command.cut:
+            if "@" in command.words[0].text:  # "$@" or an array, which is empty here
                 self._refuse_lost(command.words[0].text, command)
             return True
         first = words[0].prefix if isinstance(words[0], Unknown) else words[0]
@@ -201,9 +191,9 @@ class Interpreter(Branches):
         return self.call(words, command.line, given)
 
     def _refuse_lost(self, word: str, command: Simple) -> NoReturn:
-        cause = command.cut or "No backslash continues the previous line."
         raise ScriptError(
-            f"line {command.line}: {shorten([word])} is a separate command, not part of the launch. {cause}"
+            f"line {command.line}: {shorten([word])} is a separate command, not part of the launch. Fix: end each line "
+            f"of the launch except the last in a backslash, without blanks, comments, empty lines, ; & or | between."
         )
 
     def _read_input(self, token: Token) -> Field:
@@ -235,7 +225,6 @@ class Interpreter(Branches):
         name, _, written = token.text.partition("=")
         appends, name = name.endswith("+"), name.removesuffix("+")
         variables = self.state.variables
-        self.state.written[name] = written
         before = variables.get(name, "") if appends else ""
         if isinstance(before, Unknown):
             return
@@ -243,6 +232,8 @@ class Interpreter(Branches):
             elements = [field for word in token.words for field in self._words.expand_fields(word.text, word.line)]
             kept = before if isinstance(before, list) else [before] * (appends and name in variables)
             variables[name] = [*kept, *elements]
+            if len(kept) + len(elements) > WORDS:
+                raise OverBudget(f"an array of more than {WORDS} words is too long.")
         else:
             value = self._words.expand_text(written, token.line)
             owner, index, _ = name.partition("[")
@@ -251,15 +242,11 @@ class Interpreter(Branches):
             first = before[0] if isinstance(before, list) and before else "" if isinstance(before, list) else before
             whole = concatenate((first, value))
             variables[name] = [whole, *before[1:]] if isinstance(before, list) else whole
-        made = variables[name]
-        size = sum(len(str(each)) + 1 for each in made) if isinstance(made, list) else len(str(made))
-        if size > LARGEST:
-            variables[name] = Unknown(f"the value of ${name} is too long", token.line)
 
-    def call(self, words: list[Field], line: int, given: Field) -> Truth:
+    def call(self, words: list[Field], line: int, given: Field = "") -> Truth:
         """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
         if len(words) > WORDS:
-            raise OverBudget(f"line {line}: a command of {len(words)} words is too long.")
+            raise OverBudget(f"a command of {len(words)} words is too long.")
         name, *arguments = words
         if isinstance(name, str) and name in self.state.functions:
             return self._run_function(name, arguments)
@@ -270,48 +257,40 @@ class Interpreter(Branches):
             code = find_python_code(texts, given)
             if is_read_only(texts) or (code is not None and is_lookup(code)):
                 answer = run_program(texts, self.state.directory, given) if code is None else run_lookup(code)
-                if answer is not None:
-                    return self.print_known(*answer)
-                return self.print_unknown(f"`{shorten(words)}` does not end, or its output is not supported", line)
+                if answer is None:
+                    why = Unknown(f"`{shorten(words)}` does not end, or its output is not supported", line)
+                    self.print(why)
+                    return why
+                self.print(answer[0])
+                return answer[1]
             if code is not None and (modules := list_imports(code)):
-                return self.print_known("", all(map(is_importable, modules)))
+                return all(map(is_importable, modules))
         self.calls.append(ProgramCall(tuple(words), line, self._doubt))
         inner = find_inner_script(words)
         if inner is not None:
             self._run_inner(inner, line)
         shown = name if isinstance(name, str) else "an unknown program"
-        return self.print_unknown(f"it depends on the output of `{shorten(words)}`, and {shown} is not run", line)
-
-    def print_unknown(self, why: str, line: int) -> Unknown:
-        """Append output that only running the program would show, and return its unknown status."""
-        said = Unknown(why, line)
-        if self.printed is not None:
-            self.printed.append(said)
-        return said
-
-    def print_known(self, printed: str, succeeded: bool) -> Truth:
-        """Append the output of a program whose output is known, and return its status."""
-        if self.printed is not None:
-            self.state.budget.spend_bytes(len(printed))
-            self.printed.append(printed)
-        return succeeded
+        why = Unknown(f"it depends on the output of `{shorten(words)}`, and {shown} is not run", line)
+        self.print(why)
+        return why
 
     def _run_inner(self, words: list[Field], line: int) -> None:
         """Run ``bash -c TEXT``, or ``bash FILE`` with its arguments, in a copy of the state."""
         if self._depth >= _DEPTH:
             raise ScriptError(f"line {line}: scripts call each other endlessly")
         flag, *rest = words
-        outside, calls, end = self.state, len(self.calls), self.end
+        outside, calls = self.state, len(self.calls)
         self.state = self.state.copy()
         self._depth += 1
         try:
-            if flag == "-c" and rest and isinstance(rest[0], str):
-                self.run_script(rest[0], line)
-            elif isinstance(flag, str) and (path := self.state.directory / flag).is_file():
-                self.state.script, self.state.arguments = path, rest
-                self.run_script(read_text(path))
+            with suppress(ScriptEnd):
+                if flag == "-c" and rest and isinstance(rest[0], str):
+                    self.run_source(rest[0], line)
+                elif isinstance(flag, str) and (path := self.state.directory / flag).is_file():
+                    self.state.script, self.state.arguments = path, rest
+                    self.run_source(read_text(path))
         finally:
-            self.state, self._depth, self.end = outside, self._depth - 1, end
+            self.state, self._depth = outside, self._depth - 1
         # Messages refer to lines of the outer script.
         self.calls[calls:] = [ProgramCall(call.words, line, call.doubt) for call in self.calls[calls:]]
 
@@ -323,14 +302,22 @@ class Interpreter(Branches):
         try:
             return self._run_command(self.state.functions[name])  # type: ignore[arg-type]
         except ScriptEnd as end:
-            if str(end) != "return":
+            if end.name != "return":
                 raise
             return True
         finally:
             self.state.arguments, self._depth = outside, self._depth - 1
 
 
-_SECONDS = 20.0
+def _chooses_option(token: Token) -> bool:
+    """Return True for an assignment such as ``correction=gsm``, which is probably meant as an override."""
+    name, _, value = token.text.partition("=")
+    if name in ("correction", "model_engine") or not name.islower():  # environment variables are upper case
+        return name.islower()
+    from ...preflight.own_keys import list_groups  # imports torch
+
+    options = list_groups().get(name, ())
+    return any(each in options for each in re.findall(r"\w+", value))
 
 
 @dataclass(frozen=True)
@@ -341,12 +328,14 @@ class Script:
         calls: the programs that it would run, in order.
         looked_at: the script arguments that the script itself reads.
         end: how the script ends before its last line; None if it does not.
+        unset: the variables that are unset here, among those that the script reads before that; "1" for any argument.
         assumed: assumptions about files that do not exist here.
     """
 
     calls: list[ProgramCall]
     looked_at: frozenset[Field]
     end: ScriptEnd | None
+    unset: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
 
@@ -362,9 +351,9 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     """
     own = {"PWD": str(Path.cwd()), "UID": str(os.getuid()), "EUID": str(os.geteuid()), "HOSTNAME": platform.node()}
     state = ShellState({**environment, **own}, list(arguments), Path.cwd(), path)
-    interpreter = Interpreter(state)
+    interpreter, ended = Interpreter(state), None
     try:
-        with state.budget.limit_seconds(_SECONDS):
+        with limit_seconds(_SECONDS):
             source = read_text(path)
             if "\r\n" in source:
                 line = source[: source.index("\r\n")].count("\n") + 1
@@ -372,7 +361,11 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
                     f"line {line}: the line ends in a carriage return, which bash treats as a part of the last word. "
                     f"Fix: sed -i 's/\\r$//' {path}"
                 )
-            interpreter.run_script(source)
+            try:
+                interpreter.run_source(source)
+            except ScriptEnd as end:
+                ended = end
+            interpreter.check_assignments()
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -380,8 +373,11 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     except ScriptError as error:
         raise ScriptError(f"{path}, {str(error).rstrip('.')}.") from error
     except OverBudget as error:
-        raise ScriptError(f"{path}, {error} Fix: check the launch itself, with its overrides.") from error
+        raise ScriptError(
+            f"{path}, line {interpreter.line}: {error} Fix: check the launch itself, with its overrides."
+        ) from error
     except (IndexError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: cannot be read: {error}.") from error
     assumed = tuple(dict.fromkeys(state.assumed))
-    return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end, assumed)
+    unset = tuple(dict.fromkeys(state.unset))
+    return Script(interpreter.calls, frozenset(state.looked_at), ended, unset, assumed)

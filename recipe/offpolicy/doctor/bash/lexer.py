@@ -27,16 +27,12 @@ class Token:
         text: a word as written, with quotes; for an array, its name with = or +=.
         line: counted from 1.
         words: an array's elements, or the document of the operator <<.
-        cut: for a newline, why it ends a command whose line seems to be continued by a backslash.
-        indent: for the first word of a line, the blanks before the word.
     """
 
     kind: Kind
     text: str
     line: int
     words: list[Token] = field(default_factory=list)
-    cut: str = ""
-    indent: int = 0
 
 
 class Lexer:
@@ -60,17 +56,14 @@ class Lexer:
         return [*found, token]
 
     def _read_token(self, before: list[Token]) -> Token:
-        started = self.place
         self._skip_blanks()
         line = self.line
         if self.place >= len(self.source):
             return Token("end", "", line)
         if self.source[self.place] == "\n":
-            cut = self._find_cut(self.source[started : self.place], before)
             self._advance(1)
-            token = Token("newline", "\n", line, cut=cut)
             self._read_documents()
-            return token
+            return Token("newline", "\n", line)
         starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
         # "((" opens an arithmetic command only at the start of a command; elsewhere it is two parentheses.
         if starts and self.source.startswith("((", self.place):
@@ -87,18 +80,7 @@ class Lexer:
         if found := _ARRAY.match(self.source, self.place):
             self._advance(len(found[0]))
             return Token("array", found[0][:-1], line, self._read_elements())
-        start = self.source.rfind("\n", 0, self.place) + 1
-        indent = self.place - start if not self.source[start : self.place].strip() else 0
-        return Token("word", self._read_word(), line, indent=indent)
-
-    def _find_cut(self, skipped: str, before: list[Token]) -> str:
-        """Find why a newline ends a command that seems to continue; "" if the command does not seem to continue."""
-        if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t]", before[-1].text):
-            return f"A blank follows the backslash that ends line {before[-1].line}. Remove the blank."
-        if "\\\n" in skipped and before and before[-1].kind != "newline":
-            what = "a comment" if "#" in skipped else "empty"
-            return f"Line {self.line}, after a backslash, is {what}, which ends the command. Remove that line."
-        return ""
+        return Token("word", self._read_word(), line)
 
     def _skip_blanks(self) -> None:
         while self.place < len(self.source):

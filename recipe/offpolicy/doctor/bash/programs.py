@@ -11,14 +11,12 @@ import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from .shell_values import PATTERN, Field
+from .shell_values import LARGEST, PATTERN, Field
 
 _ANY = frozenset({"basename", "cat", "cut", "dirname", "expr", "grep", "egrep", "fgrep", "head", "nproc", "realpath"})
 _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SECONDS = 5
-LARGEST = 2**20
-"""Largest size of a file that is read, of a program's output, and of a value."""
 _IMPORTS = {"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"}
 _CALLS = {
     *("importlib.metadata.version", "importlib.util.find_spec", "os.path.dirname", "os.path.join", "pathlib.Path"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from .conditions import evaluate
 from .lexer import Lexer
-from .shell_values import FIELD, PATTERN, Field, ShellState, Unknown, find_unknown
+from .shell_values import LARGEST, PATTERN, Field, OverBudget, ShellState, Unknown, find_unknown
 
 _FORM = re.compile(
     r"(?P<length>#(?!\}|$))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
@@ -108,12 +108,6 @@ class WordExpander:
             return replace(why, why=f"{why.why} ({error})")
 
     def _split_pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
-        for piece in self._read_pieces(written, line, quoted, document):
-            size = len(piece.value.prefix if isinstance(piece.value, Unknown) else piece.value)
-            self._state.budget.spend_bytes(FIELD + size)
-            yield piece
-
-    def _read_pieces(self, written: str, line: int, quoted: bool, document: bool) -> Iterator[_Piece]:
         place = 0
         if not quoted and re.match(r"~(?=/|$)", written):
             home = self._state.variables.get("HOME")
@@ -193,6 +187,7 @@ class WordExpander:
             state.looked_at.update(state.arguments)
             return list(state.arguments)
         if name == "#":
+            self._note_unset("1")
             return [str(len(state.arguments))]
         if name == "0" or (name == "BASH_SOURCE" and asked.index in (None, "0", "-1", "@")):
             return [str(state.script)]
@@ -202,6 +197,7 @@ class WordExpander:
             return argument or None
         if not name.isidentifier():
             return [Unknown("$? is the status of a program" if name == "?" else f"${name} is set only in a run", line)]
+        state.read.add(name)
         value = state.variables.get(name)
         if value is None:
             return [Unknown(f"${name} differs in each run", line)] if name in _CHANGING else None
@@ -229,6 +225,7 @@ class WordExpander:
         if asked.operator and asked.operator[-1] in "-=+?":
             return self._apply_default(asked, values, line)
         if values is None:
+            self._note_unset(asked.name)
             return [] if asked.is_list else [Unknown(f"${asked.name} is not set", line, unset=asked.name)]
         if asked.operator == ":":
             return self._slice(asked, values, line)
@@ -247,14 +244,19 @@ class WordExpander:
         if values is not None and there:
             return values
         if kind == "?":
+            self._note_unset(asked.name)
             why = f"${asked.name} is not set, and the script ends without it"
             return [Unknown(why, line, unset=asked.name, required=True)]
-        value = self.expand_text(asked.word, line)
+        if (value := self.expand_text(asked.word, line)) == "":
+            self._note_unset(asked.name)
         if isinstance(value, Unknown) and asked.name.isidentifier():
             value = replace(value, variable=asked.name)
         if kind == "=" and asked.name.isidentifier():
             self._state.variables[asked.name] = value
         return [value]
+
+    def _note_unset(self, name: str) -> None:
+        self._state.unset.append("1" if name.isdigit() else name)
 
     def _slice(self, asked: _Parameter, values: list[Field], line: int) -> list[Field]:
         bounds = self.expand_text(asked.word, line)
@@ -308,7 +310,11 @@ def _parse_parameter(written: str) -> _Parameter | None:
 def concatenate(values: Iterable[Field]) -> Field:
     """Concatenate the parts of one value; Unknown if one of them is Unknown."""
     parts = list(values)
-    return find_unknown(parts) or "".join(map(str, parts))
+    if (unknown := find_unknown(parts)) is not None:
+        return unknown
+    if sum(len(str(part)) for part in parts) > LARGEST:
+        raise OverBudget(f"a value is longer than {LARGEST} characters.")
+    return "".join(map(str, parts))
 
 
 def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
@@ -318,7 +324,9 @@ def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
     def add(value: Field) -> Field:
         if current is None or isinstance(current, Unknown):
             return value if current is None else current
-        return replace(value, prefix=current + value.prefix) if isinstance(value, Unknown) else current + value
+        if isinstance(value, Unknown):
+            return replace(value, prefix=current + value.prefix)
+        return concatenate((current, value))
 
     for piece in pieces:
         if not piece.split or isinstance(piece.value, Unknown):
