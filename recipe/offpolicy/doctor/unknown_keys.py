@@ -90,7 +90,6 @@ _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _CLOSE = 0.85
 _MODELS = {"actor_rollout_ref", "critic"}
-_OF_VALIDATION = "val_kwargs"
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
@@ -187,8 +186,6 @@ def _find_reason(
     if last_release := find_last_release(key):
         reason = f"{missing[:-1]}: verl {last_release} was the last release with this key."
         return reason, find_successor(key, value, last_release)
-    if instead := _find_of_validation(section, names, depth):
-        return missing, f"Write {instead}={value}."
     last = depth == len(names) - 1
     sections = [str(each) for each in section if isinstance(section._get_node(each), DictConfig)]
     near = find_closest(names[depth], (str(each) for each in section if not last or each not in sections), _CLOSE)
@@ -200,15 +197,6 @@ def _find_reason(
     # verl turns a section that names a dataclass into that dataclass, which accepts no further keys.
     refused = "verl rejects it even with a +" if section.get(TARGET) else "verl ignores it even with a +"
     return f"{missing[:-1]}, and {refused}: it would have no effect.", fix
-
-
-def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -> str | None:
-    """Find verl's key for sampling in validation, if forks call that key ``val_temperature`` or ``n_val``."""
-    name = names[-1].removeprefix("val_").removesuffix("_val")
-    known = section._get_node(_OF_VALIDATION) if _OF_VALIDATION in section else None
-    if name == names[-1] or depth < len(names) - 1 or not isinstance(known, DictConfig) or name not in known:
-        return None
-    return ".".join([*names[:-1], _OF_VALIDATION, name])
 
 
 def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:

@@ -193,29 +193,16 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
 
 def _explain_composed(parsed: Override, error: str, get_options: GetOptions) -> str:
     """Explain why Hydra does not compose an override that it can parse; "" if another one is the cause."""
-    key = parsed.key_or_group
-    if parsed.is_delete():
-        return f"a group is deleted by its name alone. Write ~{key}." if "deletion value" in error else ""
+    key, value = parsed.key_or_group, None if parsed.is_delete() else parsed.value()
     if parsed.is_sweep_override():
         given, _, written = str(parsed.input_line).partition("=")
-        either = f"""Write '{given}=[{written}]' for a list, or '{given}="{written}"' for a text."""
-        return f"several values, but a launch takes one. {either}"
-    value = parsed.value()
-    if "/" in key and f"Could not override '{key}'" in error:
-        return f"there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
-    if NO_DEFAULT in error and f"'{key}'" in error:
+        return f"several values, but a launch takes one. Quote it: '{given}=[{written}]' is a list."
+    if NO_DEFAULT in error and f"'{key}'" in error and not parsed.is_delete():
         if key == PROVIDER:  # This is also a section; its group has a single option, so there is nothing to replace.
             return f"wrong type. To set individual keys, use {key}.KEY=VALUE."
         package = f"@{key}" if key in GROUPS else ""  # it also adds the sections to a primary configuration
         near = find_closest(str(value), get_options(key), 0.6)
         return f"no default to replace. Write +{key}{package}={near or value}."
-    names = value if isinstance(value, list) else [value]
-    if value is None:
-        no_name = "Got NoneType" in error
-    else:
-        no_name = not isinstance(value, dict) and not all(isinstance(name, str | QuotedString) for name in names)
-    if no_name and (options := get_options(key)):
-        return f"expected the name of an option. Choose one of {', '.join(options)}."
     return ""
 
 
@@ -244,12 +231,9 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
 
 def _explain_unparsed(override: str, later: Sequence[str]) -> str:
     """Explain an argument that Hydra's grammar rejects: split by the shell, not quoted, or no override at all."""
-    whole = override
-    for word in later:
-        # A key contains no spaces, and the equals sign needs none around it.
-        whole += word if word.startswith("=") or whole.endswith("=") else f" {word}"
-        if "=" in whole and parse(whole) is not None:
-            return f"the shell has split it. Quote it: '{_shorten(whole)}'."
+    whole = " ".join([override, *later[:1]])
+    if later and parse(whole) is not None:
+        return f"the shell has split it. Quote it: '{_shorten(whole)}'."
     key, equals, value = override.partition("=")
     if not equals or not _KEY.fullmatch(key):
         return "not an override. Write KEY=VALUE."

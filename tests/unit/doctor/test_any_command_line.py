@@ -24,28 +24,19 @@ MAIN = ("--module", VERLS[0])
 # The arguments, and a part of the answer.
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("correction=tis_tokn",), "Did you mean tis_token?"),
-    (("correction=TIS_token",), "Did you mean tis_token?"),
     (("pass_at_k=lo",), "Did you mean loo"),
-    (("+platform=cpus",), "Did you mean cpu?"),
     (("mode=separate_async",), "Write +mode=separate_async_cpu."),
     (("correction=tis_token,gsm",), "Quote it: 'correction=[tis_token,gsm]'."),
     (("correction={tis_token,gsm}",), "Quote it: 'correction=[tis_token,gsm]'."),
     (("correction=[tis_token,", "gsm]"), "Quote it: 'correction=[tis_token, gsm]'."),
-    (("correction=[[tis_token,gsm]]",), "Quote it: 'correction=[tis_token,gsm]'."),
     (("correction=gsm", "correction=tis_token"), "Stack options as 'correction=[gsm,tis_token]'."),
     (("opd=advantage,loss",), "Choose one of them: opd=advantage or opd=loss."),
     (("correction={a: 1}",), "To set individual keys, use correction.KEY=VALUE."),
-    (("correction=[gsm",), "is not closed"),
-    (("process_reward=null",), "expected the name of an option. Choose one of prefix_value"),
     (("trainer.nnodes=1,2",), "but a launch takes one"),
     ((f"trainer.total_epochs={LONG}",), "Hydra cannot read this value"),
     (("correction=gsm", "correction.masks.gms.upper=1.02"), "Choose an option that has this mask, such as gsm"),
-    (("correction=gsm", "correction.maks.gsm.upper=1.02"), "Did you mean correction.masks?"),
     (("pass_at_k.k=8",), "pass_at_k is off, so the key would be unused. Add pass_at_k=analytic"),
     (("correction=gsm", "offpolicy.alarms.ess=warn"), "Set offpolicy.alarms.ess.action=warn."),
-    (("correction=gsm", "offpolicy=[1]"), "To set individual keys, use offpolicy.KEY=VALUE."),
-    (("~mode=1",), "Write ~mode."),
-    (("~trainer.none_such",), "there is no such key to delete."),
     (("+trainer.nnodes=2",), "the key already exists. Write trainer.nnodes=2."),
     (("gsm",), "Write KEY=VALUE."),
     ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of this package"),
@@ -67,7 +58,7 @@ def test_flags_stand_in_front_of_all_overrides_or_behind_them() -> None:
         flags = parse_flags(line)
         assert (flags.config_name, flags.overrides, flags.shows) == ("b", ["a=1"], False)
     assert parse_flags(["a=1", "--cfg", "job"]).shows
-    for line in (["a=1", "--cfg=job", "b=2"], ["--multirun"], ["--resolve"], ["--run", "--cfg=job"], ["--none-such"]):
+    for line in (["a=1", "--cfg=job", "b=2"], ["--multirun"], ["--none-such"]):
         with pytest.raises(LaunchError):
             parse_flags(line)
     assert prepare_arguments(["a=1", "correction.x=1"]) == ["a=1", "++correction.x=1"]

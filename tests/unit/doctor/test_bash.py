@@ -162,13 +162,6 @@ def test_what_is_not_known_is_not_guessed(name: str, tmp_path: Path) -> None:
     assert unknown.line == line
 
 
-def test_what_does_not_matter_may_stay_unknown(tmp_path: Path) -> None:
-    source = "pip install x\nHOST=$(make_it)\nmkdir -p /none/$HOST || exit 1\nray start --head &\nlaunch a.b=1\n"
-    (call,) = launches(written(tmp_path, source))
-    assert call.words == ("launch", "a.b=1")
-    assert call.doubt is None, "a check that ends the script is passed where it goes on"
-
-
 def test_a_script_calls_another(tmp_path: Path) -> None:
     (tmp_path / "inner.sh").write_text('launch inner "$@" $X\n')
     source = f'cd {tmp_path}\nX=2\nbash inner.sh a "b c"\nbash -c "launch text $X"\n'

@@ -56,24 +56,3 @@ def test_our_scripts_are_live(name: str, ask: Ask) -> None:
 @pytest.mark.verl(">=0.9")
 def test_our_asynchronous_script_is_live(ask: Ask) -> None:
     assert ask("--script", str(RUN / "run_async.sh")).status == 0
-
-
-UNREADABLE = {
-    "no launch": (
-        "python3 -m pip install verl\npython3 prepare.py --out=x",
-        "no launch: no call of `python -m MODULE`",
-    ),
-    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: the program that this line calls is unknown"),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path: Path) -> None:
-    source, part = UNREADABLE[name]
-    script = tmp_path / "run.sh"
-    script.write_text(source)
-    answer = ask("--script", str(script))
-    assert answer.status == 2
-    assert part in answer.printed
-    assert answer.printed.splitlines()[0] == str(script), "no program that would follow a colon"
-    assert part in ask("--json", "--script", str(script)).json["error"]

@@ -93,15 +93,15 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        ("if [[ -d /tmp ]]; then\n  exit 1\nfi", "line 3 (exit 1) before any launch: -d /tmp."),
+        ("if [[ -d /tmp ]]; then\n  exit 1\nfi", "line 3 (exit 1) before any launch."),
         (
             '[ -f "$NOT_SET_HERE" ] || exit 2',
-            'line 2 (exit 2) before any launch: ! [ -f "$NOT_SET_HERE" ]. Fix: export NOT_SET_HERE=VALUE.',
+            "line 2 (exit 2) before any launch. Fix: export NOT_SET_HERE=VALUE.",
         ),
-        ("case $DIR in /none) exit 4;; esac", "line 2 (exit 4) before any launch: $DIR is /none."),
+        ("case $DIR in /none) exit 4;; esac", "line 2 (exit 4) before any launch."),
         (
             'if [ "$#" -lt 2 ]; then\n exit 1\nfi',
-            'line 3 (exit 1) before any launch: [ "$#" -lt 2 ]. Fix: give the script\'s arguments after --script FILE.',
+            "line 3 (exit 1) before any launch. Fix: give the script's arguments after --script FILE.",
         ),
     ],
 )
