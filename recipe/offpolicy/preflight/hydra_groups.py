@@ -30,7 +30,6 @@ from .own_keys import CONFIG_DIR, find_similar_keys, list_groups, list_sections
 
 GROUP = "correction"
 AUTO = "auto"
-_PART = re.compile(rf"{GROUP}\.(weight|(masks|weights)\.\w+)")
 EMPTY = frozenset({"none", "resampling", "verl/disabled"})
 """Options that stand for no correction."""
 _MISSING = "???"
@@ -72,15 +71,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
             reason = f"options of {section} do not stack, and Hydra would use only the last."
             raise SpecError(reason, f"Choose one of them: {section}={options[-1]}.", key=section, value=options)
     ours = tuple(f"{section}." for section in sections - SHIPPED.keys())
-    arguments = list(map(_quote_list, arguments))
     return [f"++{each}" if each.startswith(ours) else each for each in arguments]
-
-
-def _quote_list(argument: str) -> str:
-    """Quote a list that is given for a whole weight or mask, which Hydra would fail to merge."""
-    key, _, value = argument.partition("=")
-    bounds = value.strip().startswith("[") and _PART.fullmatch(key.strip("+ "))
-    return set_to(key, value.strip()) if bounds else argument
 
 
 def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
@@ -287,20 +278,11 @@ def restore_defaults(problem: Problem) -> Problem:
     if default in (..., _MISSING, problem.value) or (whole_part and default is None):
         return problem
     if isinstance(default, Mapping):
-        numbers = sorted(read_numbers(problem.value))
-        if problem.value in (None, False) or isinstance(problem.value, Mapping):
+        single = [name for name in ("lower", *_NAMES) if default.get(name) is not None]
+        numbers = read_numbers(problem.value)
+        if len(numbers) != 1 or len(single) != 1:  # None, or several values: only the user knows what was meant
             return problem
-        if len(numbers) == 2 and {"lower", "upper"} <= default.keys():
-            bounds: dict[str, Any] = {"lower": numbers[0], "upper": numbers[1]}
-            if default.get("kind") == "truncate":  # truncation has only an upper bound
-                bounds["kind"] = "clip"
-            fix = f"Set {' and '.join(set_to(f'{problem.key}.{name}', each) for name, each in bounds.items())} instead."
-            whole = set_to(problem.key, {**default, **bounds})
-            # Any other band excludes 1.
-            return replace(problem, fix=fix, overrides=(whole,) if numbers[0] <= 1 else ())
-        single = next((name for name in _NAMES if default.get(name) is not None), None)
-        if len(numbers) == 1 and single is not None and default.get("lower") is None:
-            default = {**default, single: numbers[0]}
+        default = {**default, single[0]: numbers[0]}
     return replace(problem, fix="", overrides=(set_to(problem.key, default),))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from verl_patches.hydra_sections import GROUPS, PROVIDER
@@ -68,7 +68,7 @@ def check_primary(flags: argparse.Namespace) -> None:
     name = given.removesuffix(".yaml")
     folders = [Path(flags.config_dir)] if flags.config_dir else []
     folders.append(CONFIG_DIR.parent / path if path else CONFIG_DIR)
-    file = _find_file(name, folders)
+    file = next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
     if name in _OURS and (file is None or file.resolve().parts[-4:-1] == ("verl", "trainer", "config")):
         reason = "verl's own primary configuration, which has no section for a correction."
         fix = f"Give --config-name={_OURS[name]}, and no --config-path."
@@ -93,10 +93,6 @@ def keep_search_path(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
-    return next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
-
-
 def parse(override: str) -> Override | None:
     """Parse one override as Hydra does; None if Hydra's grammar rejects it."""
     try:
@@ -118,36 +114,20 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
             continue
         group, value, written = parsed.key_or_group, parsed.value(), argument.partition("=")[2]
         key = f"{'+' * (len(argument) - len(argument.lstrip('+')))}{group}"
-        if isinstance(value, ChoiceSweep):
-            value = [[each.text if isinstance(each, QuotedString) else each for each in value.list]]
-        elif parsed.is_sweep_override() or value in (None, [], ""):
+        sweep, names = isinstance(value, ChoiceSweep), _WORD.findall(written)
+        if value is None or (parsed.is_sweep_override() and not sweep):
             continue  # these have their own messages
-        names = list(_flatten(value))
-        if not names or not all(isinstance(name, str) and name for name in names):
-            more = f" To set individual keys, use {group}.KEY=VALUE." if isinstance(value, dict) else ""
-            said = f"expected the name of an option{', or a list of names' * (group == GROUP)}."
-            fix = f"Set {key}=NAME.{more}"
-        elif names in (value, [value]):
+        if all(isinstance(name, str) for name in (value if isinstance(value, list) else [value])):
             continue
-        elif group == GROUP or len(names) == 1:
-            said = "options are given as one list of names."
-            options = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
-            fix = f"Quote it: '{key}={options}'."
-        else:
-            said = f"options of {group} do not stack, and Hydra would use only the last."
+        said = f"expected the name of an option{', or a list of names' * (group == GROUP)}."
+        fix = f"Set {key}=NAME."
+        if isinstance(value, dict):
+            fix = f"To set individual keys, use {group}.KEY=VALUE."
+        elif group == GROUP and len(names) > 1:
+            fix = f"Quote it: '{key}=[{','.join(names)}]'."
+        elif sweep:
             fix = f"Choose one of them: {' or '.join(f'{key}={name}' for name in names)}."
         yield Problem(key, written, said, fix, parts=())
-
-
-def _flatten(value: object) -> Iterator[object]:
-    """List the names in a value; elements that are not strings stay unchanged."""
-    if isinstance(value, list):
-        for each in value:
-            yield from _flatten(each)
-    elif isinstance(value, str):
-        yield from (name.strip() for name in value.strip("[] ").split(","))
-    else:
-        yield value
 
 
 def list_nested(get_options: Callable[[str, ObjectType], Sequence[str]], group: str) -> list[str]:

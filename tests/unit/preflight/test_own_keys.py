@@ -17,8 +17,6 @@ from tests.support.examples import each_nth_by_default
 FIXES = {
     ("tis_token", "weight.upper=abc"): (["correction.weight.upper=2.0"], {"weight.upper": 2.0}),
     ("gsm", "masks.gsm.upper=[1.02]"): (["correction.masks.gsm.upper=1.02"], {"masks.gsm.upper": 1.02}),
-    ("gsm", "masks.gsm=0.98_1.03"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
-    ("tis_token", "weight=[0.5, 5]"): (None, {"weight.lower": 0.5, "weight.upper": 5.0, "weight.kind": "clip"}),
     ("gsm", "masks.gsm.threshold=0.98_1.03"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
     ("tis_token", "weight=3"): (None, {"weight.upper": 3.0, "weight.level": "token"}),
     ("tis_token", "weight.cap=3"): (["~correction.weight.cap", "correction.weight.upper=3.0"], {"weight.upper": 3.0}),
