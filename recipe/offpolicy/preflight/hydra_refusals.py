@@ -36,9 +36,6 @@ _ALL_OPTIONS = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|,
 _WORDS: dict[str, str] = {
     r"An item is already at '([^']+)'": "the key already exists. Write {key}={value}.",
     r"Error merging override \+{0,2}([^=]+)=": "wrong type. To set individual keys, use {key}.KEY=VALUE.",
-    r"delete from config\. '([^']+)' does not exist": "there is no such key to delete.",
-    r"delete from config\. The value of '([^']+)'": "the key has another value. Write ~{key}.",
-    r"Could not delete '([^'=]+)": "no option of this group is chosen, so none can be deleted.",
     r"config group '([^']+)' does not exist": "this environment has no such group. Install this package?",
     r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
 }

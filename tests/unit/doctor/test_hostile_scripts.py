@@ -77,18 +77,6 @@ def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) 
         arguments_of(tmp_path, f"for i in $(seq 30); do {LAUNCH} c.d=$i; done")
 
 
-def test_a_launch_in_a_process_substitution_is_a_launch(tmp_path: Path) -> None:
-    for source in (
-        f"tee log < <({LAUNCH} c.d=1)",
-        f"diff <({LAUNCH} c.d=1) old",
-        f"tee >({LAUNCH} c.d=1)",
-        f"while test -e /none; do :; done < <({LAUNCH} c.d=1)",
-        f"sort a > >({LAUNCH} c.d=1)",
-        f"{{ sort a; }} 2> >({LAUNCH} c.d=1)",
-    ):
-        assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source
-
-
 SEPARATE = "is a separate command, not part of the launch. Fix: end each line"
 VARIABLE = "correction=gsm is a variable that the script does not use, not an override. Fix: put it after the module"
 LOST = {

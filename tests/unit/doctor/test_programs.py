@@ -45,7 +45,7 @@ def test_programs_beside_a_script_are_not_called(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     "looked",
-    ["$(cat /dev/zero)", "$(head -c 2000000 /dev/zero)", "$(< /dev/zero)", "$(cat < /dev/zero)", "$(seq 900000)"],
+    ["$(cat /dev/zero)", "$(< /dev/zero)", "$(seq 900000)"],
 )
 def test_what_has_no_end_is_not_known(looked: str, tmp_path: Path) -> None:
     assert isinstance(word(tmp_path, f'launch "{looked}"\n'), Unknown)

@@ -14,14 +14,12 @@ class Simple:
     """A simple command: assignments, words, and an input, which is a here-document, a here-string, or a file name.
 
     Attributes:
-        pipes: targets of redirections that are commands, such as ``> >(tee log)``.
     """
 
     line: int
     assignments: list[Token] = field(default_factory=list)
     words: list[Token] = field(default_factory=list)
     input: Token | None = None
-    pipes: list[Token] = field(default_factory=list)
 
 
 @dataclass
@@ -200,12 +198,9 @@ class _Parser:
         return self._parse_simple()
 
     def _skip_redirects(self, command: Command) -> Command:
-        redirected = Simple(command.line)
         while self._is(*REDIRECTS) or (self._token.kind == "word" and self._token.text.isdigit()):
-            self._parse_redirect(redirected)
-        if not redirected.pipes:
-            return command
-        return CommandGroup(command.line, [Simple(command.line, pipes=redirected.pipes), command], subshell=False)
+            self._parse_redirect(Simple(command.line))
+        return command
 
     def _parse_simple(self) -> Simple:
         command, redirected = Simple(self._token.line), False
@@ -237,8 +232,6 @@ class _Parser:
             target = self._take()
             if operator.text in ("<<<", "<"):
                 command.input = Token("operator", operator.text, operator.line, [target])
-            if target.text.startswith(("<(", ">(")):
-                command.pipes.append(target)
 
     def _parse_if(self) -> If:
         line = self._take().line

@@ -169,8 +169,6 @@ class Interpreter(Branches):
         return printed.rstrip("\n") if isinstance(printed, str) else printed
 
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:
-        for pipe in command.pipes:
-            self._words.expand_text(pipe.text, pipe.line)
         self._chosen += filter(_chooses_option, command.assignments)
         for token in command.assignments if not command.words else ():
             self._assign(token)

@@ -141,7 +141,6 @@ class WordExpander:
                 place += length
             elif not quoted and written.startswith(("<(", ">("), place):
                 end = Lexer(written, line).find_piece_end(place)
-                self._substitute(written[place + 2 : end - 1], line)
                 yield _Piece(Unknown(f"{character}(...) is not supported", line))
                 place = end
             else:
