@@ -163,6 +163,7 @@ def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) 
     ("text", "said"),
     [
         ("{", "line 1: not JSON"),
+        ('{"input": "q", "step": 1, "score": Infinity}', "line 1: expected input, a finite score"),
         ('{"input": "q", "step": null, "score": 1}', "line 1: expected input, a finite score"),
         ("", "no sample"),
     ],
