@@ -137,3 +137,19 @@ def test_a_large_recording_is_calibrated_by_a_sample(
     assert "and 0.5 for parts that decide by row" in err
     whole, part = json.loads(whole), json.loads(part)
     assert part["together"]["now"] == whole["together"]["now"]
+
+
+def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise of 2 nats a token: a mean over one token is beyond 2.3 = log 10 in more than a tenth of the rows.
+
+    The doctor calls a bound there NO-OP.
+    """
+    directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=2.0))
+    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+    assert status == 1
+    assert "masks.gsm: not identified: the bound would be " in out
+    assert "correction.masks.gsm.upper" not in out
+    directory = record(tmp_path / "near", drawn_rows([1] * 400, backend=1.0))
+    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+    assert status == 0
+    assert "correction.masks.gsm.upper" in out

@@ -219,3 +219,10 @@ def test_arguments_that_do_not_fit(
     dump = write(tmp_path / "a.jsonl", [8, 6])
     assert main([str(dump), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_equal_checkpoints_share_a_place() -> None:
+    rights = [0, 1, 2, 4] * 3
+    found = rank_checkpoints([counts(1, [4] * 12, [0] * 12), *(counts(at, [4] * 12, rights) for at in (2, 3))], 2)
+    assert [(each.number, each.name) for each in found.places] == [(1, "step 2"), (1, "step 3"), (3, "step 1")]
+    assert [each.may_be_best for each in found.places] == [True, True, False]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS, OF_EXTENSIONS, find_problems, read_settings
 from recipe.offpolicy.monitor.alarms import find_statistic, read_value
 from recipe.offpolicy.preflight.composed import Composed
@@ -135,3 +135,14 @@ def test_the_stages_give_what_alarms_look_at(name: str) -> None:
     assert found["mean_weight"] == pytest.approx(1.17493, abs=1e-5)
     assert found["mismatch_growth"] == pytest.approx(0.41106 if name == "bypass" else 0.02493, abs=1e-5)
     assert found["nonfinite"] == 0.0
+
+
+@pytest.mark.parametrize("off", ["off", False])  # YAML reads a bare off as false
+def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
+    assert list(read_settings(config({f"{KEY}.ess.action": off, "opd": {}}))) == [n for n in DEFAULTS if n != "ess"]
+    assert found({f"{KEY}.ess.action": off}) == []
+
+
+def test_names_that_nobody_resolved_are_not_taken_for_a_correction() -> None:
+    with pytest.raises(SpecError, match="main_offpolicy has not replaced"):
+        read_settings(config({f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]}))

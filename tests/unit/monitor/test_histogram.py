@@ -141,3 +141,14 @@ def test_the_quantile_keeps_the_share_and_no_edge_below_does(
     assert sum(d <= edge for d in inside) >= share * len(inside) * (1 - 1e-12)
     below = max((e for e in EDGES if e < edge), default=None)
     assert below is None or sum(d <= below for d in inside) < share * len(inside)
+
+
+def test_noise_beyond_a_bound_that_does_not_move_is_none_of_the_other() -> None:
+    # Fresh rows at 0.12, -0.005 and -0.2 nats; the lower bound 0.99, -0.01 nats, rejects the third whatever upper is.
+    given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.005], [-1.2]])
+    correction = spec(m=band(0.99, 1.02, ratio="full"))
+    one_side = shown(correction, {"m": "upper"}, **given)
+    assert bins(one_side["m/noise"]) == {bin_of(0.12): 1.0, 0: 1.0}
+    assert bins(one_side["m/distance"]) == {bin_of(0.12): 1.0, 0: 1.0, len(EDGES): 1.0}
+    both = shown(correction, {"m": "both"}, **given)
+    assert bins(both["m/noise"]) == {bin_of(0.12): 1.0, bin_of(0.005): 1.0, bin_of(0.2): 1.0}

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.monitor.mismatch_shares import (
+    COLUMNS,
     LEAST_TOKENS,
     RECENT,
     RecentFloor,
@@ -155,3 +156,13 @@ def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
     assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
     assert floor.compute_shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
     assert floor.compute_shares({}) == {}
+
+
+def test_tokens_that_do_not_count() -> None:
+    """Padding and log-probs that are not finite stay out, whatever stands there."""
+    mu = torch.tensor([[MU, math.nan, MU, 1e30]])
+    table = compute_sums_by_row(
+        mu, torch.full((1, 4), MU + 0.1), torch.full((1, 4), MU), torch.tensor([[1, 1, 1, 0]]), None
+    )
+    assert table[..., COLUMNS.index("tokens")].sum() == 2
+    assert torch.isfinite(table).all()

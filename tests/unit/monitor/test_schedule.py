@@ -151,3 +151,20 @@ def test_on_a_stationary_distribution_it_converges_to_the_quantile_monotonously(
     kept = float((sample <= course[-1]).double().mean())
     assert target - 1e-9 <= kept <= target + float((abs(sample / exact - 1) < 0.04).double().mean())
     assert course[-1] in [pytest.approx(edge) for edge in EDGES]
+
+
+def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
+    """As with side=upper, where the lower bound alone rejects two of ten and one of ten is to be dropped."""
+    rows = [0.3] * 8 + [math.inf] * 2
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(0.1)
+    assert hindered(SYMMETRIC, rows, side="upper") == "share"
+    # One of ten may be lost to it: then the bound has to keep all the others.
+    rows = [0.3] * 9 + [math.inf]
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(compute_quantile(counts(0.3), 0.9))
+    assert hindered(SYMMETRIC, rows, side="upper") == ""
+
+
+def test_too_few_units_say_nothing() -> None:
+    # One in ten is to be dropped: nine units hold no tenth.
+    assert after(SYMMETRIC, [5.0] * 9) == pytest.approx({"lower": 0.1, "upper": 0.1})
+    assert after(SYMMETRIC, [5.0] * 10)["upper"] == pytest.approx(0.15)

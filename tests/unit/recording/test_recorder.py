@@ -294,3 +294,16 @@ def test_steps_in_between_count(every: int) -> None:
     for number in range(3):
         budget.begin(1 + number * every, number * every * 4.0, rows=2, updates=1)
     assert budget.allowed == pytest.approx(0.2)
+
+
+def test_what_a_killed_process_was_writing_is_removed(recorder: Recorder) -> None:
+    folder = Path(recorder.settings.dir)
+    folder.mkdir()
+    for name in ("step_00000003.rank_00000.partial", "step_00000003.rank_00001.partial", "notes.partial"):
+        (folder / name).touch()
+    micro_batch(recorder, count=4)
+    assert settled(recorder) == [
+        "notes.partial",
+        "step_00000001.rank_00000.parquet",
+        "step_00000003.rank_00001.partial",
+    ]

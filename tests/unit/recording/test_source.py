@@ -15,6 +15,7 @@ from recipe.offpolicy.batch.plan import UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import worker_hook
 from recipe.offpolicy.recording.run import RecordSettings
+from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 from recipe.offpolicy.recording.worker_hook import Place, place
 
 ROWS, PROMPT, WIDTH = 3, 4, 2
@@ -136,3 +137,23 @@ def test_megatron_that_is_only_imported_is_not_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worker_hook.dist, "get_rank", lambda: 5)
     monkeypatch.setattr(worker_hook.dist, "get_world_size", lambda: 8)
     assert place(4) == Place(2, False)
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_log_probs_without_replay_are_recorded_where_they_are_asked_for(
+    without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def seen(settings: Any, spec: Any, batch: Any, step: Any, columns: Any) -> None:
+        asked.append(tuple(columns))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(worker_hook, "_seen", seen)
+    settings = RecordSettings.at(str(tmp_path / "rec"), without_replay=without)
+    plan = SharedPlan(1, update=UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=ROWS))
+    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
+    batch_of: Any = SimpleNamespace(plan=plan, response_mask=mask, data=batch())
+    decided: Any = SimpleNamespace(rejected={})
+    worker_hook.record(settings, CorrectionSpec(), batch_of, decided, ["offpolicy_teacher"])
+    assert asked == [("offpolicy_teacher", WITHOUT_REPLAY) if without else ("offpolicy_teacher",)]

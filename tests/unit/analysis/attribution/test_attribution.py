@@ -15,7 +15,9 @@ from recipe.offpolicy.analysis.attribution.attribution import attribute, describ
 from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
 from recipe.offpolicy.analysis.attribution.attribution_page import build_shares_table, format_verdict, is_healthy
 from recipe.offpolicy.analysis.attribution.cause import Cause
+from recipe.offpolicy.analysis.attribution.causes import find_truncation
 from recipe.offpolicy.analysis.attribution.partial_causes import ROUNDED, UNDELIVERED, judge_delivery
+from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.attributed import attribute_rows
@@ -184,3 +186,23 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     recording = copy_recording(tmp_path, "{")
     with pytest.raises(RecordingError, match=r"delivery\.jsonl"):
         list(recording.delivery)
+
+
+def test_where_no_row_is_fresh_age_may_be_why() -> None:
+    old = np.full(64, 1)
+    assert "weights up to 3 steps old" in format_verdict(
+        attribute_rows(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
+    )
+    assert "steps old" not in format_verdict(attribute_rows(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
+
+
+def test_a_missing_mass_is_a_mass() -> None:
+    """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
+    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
+        assert cause.verdict == "absent"
+        assert "the mean of pi_old/mu" in cause.sentence
+        assert "missing" not in cause.evidence
+        assert cause.evidence["mean_ratio"] > 2
+    for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):
+        assert "cut off" in cause.sentence
+        assert abs(cause.evidence["missing"]) < 0.05

@@ -14,6 +14,7 @@ from recipe.offpolicy.analysis.attribution.cause import NAMES, Cause
 from recipe.offpolicy.analysis.attribution.causes import find_causes, find_temperature
 from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows, concatenate
+from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Size, at_temperature, noisy, simulated, stale, top_k, top_p
 
 
@@ -266,3 +267,12 @@ def test_what_prompts_do_not_tell_is_left_open(name: str) -> None:
     found = verdict(asked(again, lambda step, prompt: 0.1 * gap(step, prompt)))
     assert found.verdict == "present"
     assert said in found.sentence
+
+
+def test_a_step_that_correlates_speaks_against_misalignment() -> None:
+    """Of five steps the first is healthy, the others' mu is rolled: the engine went wrong after it."""
+    steps = [drawn_rows([20] * 32, step=step, seed=step) for step in range(1, 6)]
+    wrong = [replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 77)) for rows in steps[1:]]
+    causes = find_causes(concatenate([steps[0], *wrong]), {})
+    assert "misalignment" not in present(causes)
+    assert present(find_causes(concatenate(wrong), {})) == {"misalignment"}

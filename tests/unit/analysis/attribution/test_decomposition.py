@@ -21,6 +21,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     compute_routing_sums,
     compute_row_sums,
     decompose,
+    draw_poisson,
     drop_shares,
     merge,
     place_cells,
@@ -262,3 +263,12 @@ def test_sums_of_buckets_are_those_of_their_tokens(block: int, monkeypatch: pyte
             assert bucket.tokens == len(gap)
             assert [bucket.mean, bucket.std, bucket.drift_std] == pytest.approx([gap.mean(), gap.std(), drift.std()])
             assert [bucket.k3, bucket.share] == pytest.approx([k3_sum / len(gap), k3_sum / whole])
+
+
+def test_uniform_values_are_compared_with_the_bounds() -> None:
+    class Uniform:
+        def integers(self, low: int, high: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+            assert (low, high, shape, dtype) == (0, 2**32, (2, 3), np.uint32)
+            return np.array([[0, BOUNDS[0] - 1, BOUNDS[0]], [BOUNDS[1] - 1, BOUNDS[1], 2**32 - 1]], dtype=np.uint32)
+
+    assert draw_poisson(Uniform(), (2, 3)).tolist() == [[0.0, 0.0, 1.0], [1.0, 2.0, 12.0]]  # type: ignore[arg-type]

@@ -241,3 +241,11 @@ def test_a_pi_old_made_of_mu_does_not_choose_quiet_rows() -> None:
     assert floor is not None
     assert floor.rows == 480
     assert floor == known
+
+
+def test_a_bucket_of_few_rows_has_no_bound() -> None:
+    lengths = [10] * 60 + [100] * 60 + [300] * 5
+    entry = proposed(BAND, drawn_rows(lengths, backend=0.03)).lengths[-1]
+    assert entry.rows == 5
+    assert not entry.threshold.values
+    assert "5 rows" in entry.threshold.note

@@ -22,11 +22,14 @@ from recipe.offpolicy.analysis.whatif.measures import (
     weigh_advantages,
 )
 from recipe.offpolicy.analysis.whatif.replay import (
+    Block,
     RecordedLoss,
     check_replayable,
+    compute_pi_old,
     count_kept,
     decide,
     iterate_blocks,
+    pad_rows,
 )
 from recipe.offpolicy.analysis.whatif.study import CorrectionOutcome, Study, run_study
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, SpecError
@@ -278,3 +281,35 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     check_replayable(by_version, NONE, sampled_by(rows(), [3, 4]))
     with pytest.raises(SpecError, match="for 2 of 2 rows it is unknown which version of the weights sampled"):
         check_replayable(by_version, NONE, sampled_by(rows(), [2, -1], [3, -1]))
+
+
+def test_losses_without_a_clip() -> None:
+    log_ratio, advantages = (torch.full((1, 1), value, dtype=torch.float64) for value in (math.log(5), 1.0))
+    assert float(RecordedLoss("gspo").compute_factor(log_ratio, advantages)) == pytest.approx(5.0)
+    assert float(RecordedLoss("gpg").compute_factor(log_ratio, advantages)) == 1.0
+
+
+def whole(of: Rows) -> Block:
+    return pad_rows(of, np.arange(len(of)))
+
+
+def test_mu_in_the_place_of_pi_old_is_replayed_where_the_run_would_have_gone_on() -> None:
+    """rho is 4, 1, 1/2 and twice more than 1: four of five tokens differ. Alike, both engines are one."""
+    one_engine = replace(NONE, proximal="same_engine")
+    with pytest.raises(SpecError, match=r"at 4 of 5 tokens mu differs from pi_old by more than 1e-06 nats, so the run"):
+        check_replayable(one_engine, NONE, rows())
+    alike = replace(rows(), old_log_prob=rows().rollout_log_prob)
+    check_replayable(one_engine, NONE, alike)
+    check_replayable(TOKEN_TIS, one_engine, alike)
+    assert torch.equal(compute_pi_old(one_engine, NONE, whole(alike)), whole(alike).rollout_log_prob)
+
+
+STALE = spec(stale={"aggregate": "staleness", "level": "token", "upper": 2})
+
+
+def test_a_token_of_an_unknown_version_is_as_old_as_its_row() -> None:
+    mixed = sampled_by(replace(rows(), step=np.full(2, 5)), [3, 1], [4, 3])
+    check_replayable(STALE, NONE, mixed)
+    assert decide(STALE, NONE, whole(mixed), BatchConstants()).keep.any(-1).tolist() == [True, False]
+    with pytest.raises(SpecError, match="depends on the age of the weights, which is unknown for 1 of 2 rows"):
+        check_replayable(STALE, NONE, sampled_by(mixed, [3, -1], [4, -1]))
