@@ -10,7 +10,8 @@
 #                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and verl's programs.
 #                  `all` leaves it out if no package index serves its torch
 #   --quick        lint, and the unit tests of the newest release that are not marked slow, without those of the tools
-#                  (analysis, commands, doctor, scripts), with at most three cases of each test; no types
+#                  (analysis, commands, doctor, scripts) and without those that import vLLM (centering, support), with
+#                  at most three cases of each test; no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, which are made or updated first
 #   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all`, limit for each part (3600)
@@ -154,7 +155,7 @@ tests_of() {
         suites=("${paths[@]}")
     elif $quick; then
         suites=(tests/unit)
-        printf '%s\n' --ignore=tests/unit/{analysis,commands,doctor,scripts}
+        printf '%s\n' --ignore=tests/unit/{analysis,centering,commands,doctor,scripts,support}
     elif [[ $1 == "$newest" ]]; then
         # The longest come first, so that processes share the rest evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu tests/conformance)

@@ -18,7 +18,6 @@ from recipe.offpolicy.extensions.opd.rft import RftError, keep_right
 from recipe.offpolicy.rft import main
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from tests.support.fake_teacher import FakeTeacher, serving
-from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils import hf_tokenizer
 from verl.utils.reward_score import default_compute_score
 
@@ -90,6 +89,8 @@ def make(folder: Path, student: Student, *more: str) -> int:
 
 def test_right_answers_reach_verls_trainer(folder: Path, student: Student, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 3 prompts 2 are solved, with 2 different answers each; the data set is that of the printed command."""
+    from verl.trainer.sft_trainer import create_sft_dataset  # which takes seconds to import
+
     pattern = "<think>{response}</think>{last}"
     assert make(folder, student, "--format", pattern, "--temperature", "0.7", "--stop", "\n\n") == 0
     said = capsys.readouterr().out
