@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.replay.batch_routes import TokenLayout
-from recipe.offpolicy.support.token_supports import NOTE, SupportNote, TokenSupports, lay_out_supports
+from recipe.offpolicy.support.token_supports import NOTE, ResponseTokens, SupportNote, TokenSupports, lay_out_supports
 
 ROWS = [[1, 2, 5, 6, 7], [3, 8, 9]]
 SUPPORTS = [[[5, 4], [], [7]], [[8, 1, 2], [9]]]
@@ -65,3 +65,21 @@ def test_checksums_are_those_of_the_client() -> None:
     tokens = data["input_ids"].values()
     assert torch.equal(found.hash_rows(tokens[found.places]), found.checksums)
     assert not torch.equal(found.hash_rows(tokens[found.places - 1]), found.checksums)
+
+
+def test_response_tokens_have_places_among_all_tokens() -> None:
+    data = batch()
+    found = ResponseTokens.of(data, data["input_ids"].offsets())
+    assert found.places.tolist() == [2, 3, 4, 6, 7]
+    assert found.trained.tolist() == [True, False, True, True, True]
+    columns = {
+        "prompts": [[1, 2], [0, 3]],
+        "responses": [[5, 6, 7], [8, 9, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]],
+        "response_mask": [[1, 0, 1], [1, 1, 0]],
+    }
+    padded = TensorDict({name: torch.tensor(rows) for name, rows in columns.items()}, batch_size=2)
+    found = ResponseTokens.of(padded, data["input_ids"].offsets())
+    assert found.places.tolist() == [2, 3, 4, 6, 7, 0]
+    assert found.trained.tolist() == [True, False, True, True, True, False]
+    assert found.read(torch.arange(6).reshape(2, 3)).tolist() == [0, 1, 2, 3, 4, 5]
