@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .contract import Contract, PatchError, wrap
+from .moved_options import explain_moved
 
 PROVIDER = "offpolicy"
 """Name of this package's folder in Hydra's search path."""
@@ -42,6 +43,13 @@ COMPOSE = Contract(
     "hydra-core",
     ">=1.3,<1.4",
 )
+LOAD = Contract(
+    "former names of options",
+    "hydra._internal.config_loader_impl:ConfigLoaderImpl._load_configuration_impl",
+    "(self, config_name, overrides, ...)",
+    "hydra-core",
+    ">=1.3,<1.4",
+)
 
 
 def find_folder() -> Path:
@@ -56,7 +64,7 @@ def find_folder() -> Path:
 
 
 def bring_sections() -> None:
-    """Add the sections whenever one of the options is chosen. Idempotent.
+    """Add the sections whenever one of the options is chosen, and explain former names of options. Idempotent.
 
     This also registers the interpolation that configs/platform/cuda.yaml uses.
 
@@ -64,11 +72,25 @@ def bring_sections() -> None:
         PatchError: the function with which Hydra composes has moved.
     """
     wrap(COMPOSE, _compose)
+    wrap(LOAD, _load)
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver(
         RESOLVER, lambda yes, no: no if explain_missing_flash_attention() else yes, replace=True
     )
+
+
+def _load(
+    original: Callable[..., Any], loader: Any, config_name: Any, overrides: Sequence[str], *more: Any, **named: Any
+) -> Any:
+    from hydra.errors import MissingConfigException
+
+    try:
+        return original(loader, config_name, overrides, *more, **named)
+    except MissingConfigException as error:
+        if said := explain_moved(error.missing_cfg_file, overrides):
+            raise MissingConfigException(said, error.missing_cfg_file, error.options) from None
+        raise
 
 
 def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any], repo: Any) -> Any:

@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.hydra_sections import GROUPS
+from verl_patches.moved_options import MOVED, describe_moved
 
 from ..batch.declared_keys import flatten
 from ..correction import Problem, SpecError
@@ -143,6 +144,7 @@ def load_option(option: str) -> dict[str, Any]:
     """
     loaded = _build_repository().load_config(f"{GROUP}/{option}")
     if loaded is None:
+        refuse_moved(GROUP, [option])
         near = find_closest(option, list_options(), 0.6)
         fix = f"Did you mean {near}?" if near else "docs/corrections.md explains all of them."
         raise SpecError("no such option.", fix, key=GROUP, value=option)
@@ -172,6 +174,19 @@ def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[P
 def list_options() -> list[str]:
     """List the options of the group ``correction`` that the running application finds."""
     return list_nested(_build_repository().get_group_options, GROUP)
+
+
+def refuse_moved(key: str, options: Sequence[Any]) -> None:
+    """Reject former option names in the list given for a key, unless the user's own options have these names.
+
+    Raises:
+        SpecError: a former name was used; the message gives the current name.
+    """
+    named = [each for each in options if isinstance(each, str) and each in MOVED]
+    if named and (moved := sorted(set(named) - set(list_options()))):
+        today = [MOVED[each] if each in moved else each for each in options]
+        given, meant = (options, today) if len(options) > 1 else (options[0], today[0])
+        raise SpecError(describe_moved(moved), key=key, value=given, meant={key: meant})
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from verl_patches.hydra_sections import GROUPS, PROVIDER
+from verl_patches.moved_options import explain_moved
 
 from ..correction import Problem, SpecError
 from ..correction.problem import find_closest, format_value
@@ -147,6 +148,8 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
     """
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         path = str(error.missing_cfg_file)
+        if said := explain_moved(path, overrides):
+            return said
         group, _, name = path.partition("/") if path.startswith(f"{GROUP}/") else path.rpartition("/")
         return _explain_missing(group, name, list(get_options(group) or error.options or ()), overrides)
     if isinstance(error, OverrideParseException) or not isinstance(error, HydraException):

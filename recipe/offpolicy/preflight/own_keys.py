@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.hydra_sections import PROVIDER
+from verl_patches.moved_options import MOVED, rename
 
 from ..correction import Problem
 from ..correction.problem import Verdict, find_closest
@@ -190,7 +191,7 @@ def find_stray_keys(
         options: options of the group ``correction``.
         registered: sections of extensions, including the user's.
     """
-    names = {*options} - _COMMON
+    names = {*options, *MOVED} - _COMMON
     known = {*list_sections(), *list_groups(), *registered}
     for sign, key, value in _parse_overrides(arguments):
         skipped = re.split("[./@]", key)[0] in known or has_key(base, key) or any(map(FREE.search, key.split(".")))
@@ -205,12 +206,12 @@ def find_stray_keys(
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif _is_option(value, names):
             reason = "an added key with the name of a correction; this package does not read the key."
-            fix = f"Write {_CORRECTION}={value} instead."
+            fix = f"Write {_CORRECTION}={rename(value)} instead."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
             reason = f"an added and unused key, below the name of the correction {option}."
             keys = f"{_CORRECTION}.weight or {_CORRECTION}.masks"
-            fix = f"Choose {_CORRECTION}={option}, and set its keys below {keys}."
+            fix = f"Choose {_CORRECTION}={rename(option)}, and set its keys below {keys}."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif not set("@/") & set(key):
             yield from _find_unread(sign, key, value, base)
@@ -350,8 +351,8 @@ def _spell(meant: Path_, value: str) -> str:
     """Format the override as the user would write it."""
     key, (top, *below) = ".".join(meant), meant
     options = list_groups().get(top, ())
-    if _is_option(value, {*options} - (_COMMON if below else set())):
-        return f"{top}={value}"
+    if _is_option(value, {*options, *(MOVED if top == _CORRECTION else ())} - (_COMMON if below else set())):
+        return f"{top}={rename(value) if top == _CORRECTION else value}"
     if options and not below:
         near = find_closest(value, options)
         return f"{top}={near}" if near else f"{top}= with one of {', '.join(options)}"

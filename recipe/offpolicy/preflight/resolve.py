@@ -28,6 +28,7 @@ from .hydra_groups import (
     read_chosen_options,
     read_task_overrides,
     recompose,
+    refuse_moved,
 )
 
 Say = Callable[[str], None]
@@ -112,6 +113,7 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
         fix = f"Set {SHADOW}=[gsm], or []."
         raise SpecError("expected names of corrections.", fix, key=SHADOW, value=names, proposed={SHADOW: []})
     named = [names] if isinstance(names, str) else list(names)
+    refuse_moved(SHADOW, named)
     shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
         reason = f"no option of {SHADOW} leaves a delta open, so this value is unused."
@@ -278,6 +280,7 @@ def _read_names(key: str, names: Any) -> list[str]:
     if not isinstance(listed, ListConfig | list) or not all(isinstance(name, str) for name in listed):
         proposed = {key: ["tis_token", "gsm"]}
         raise SpecError("expected names of corrections.", key=key, value=names, proposed=proposed)
+    refuse_moved(key, listed)
     if empty := sorted(EMPTY.union([AUTO]) & set(listed)):
         reason, fix = f"{empty[0]} is not a safer correction.", "Name one, such as tis_token."
         raise SpecError(reason, fix, key=key, value=list(listed))

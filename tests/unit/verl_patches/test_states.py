@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from verl_patches import plugin
+from verl_patches import cpu, plugin
 from verl_patches.__main__ import _row
 from verl_patches.contract import ALLOW_UNTESTED, Contract, PatchError
+
+
+def test_a_platform_that_nobody_asked_for_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    assert set(cpu.status().values()) == {"off"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.moved_options import MOVED, explain_moved
+
 from ...correction import CorrectionSpec, SpecError
 from ...correction.correction_parts import OF_THE_TRAINER
 from ...correction.problem import find_closest, set_to
@@ -76,6 +78,8 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
             raise SpecError(f"{GROUP}={AUTO} depends on a run's configuration. Name the options that the run printed.")
         mapping = cast(dict[str, Any], OmegaConf.to_container(config[GROUP], resolve=True))
     except MissingConfigException as error:
+        if said := explain_moved(error.missing_cfg_file, overrides):
+            raise SpecError(said) from error
         name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
         near = suggest_keys(name, list_groups()[GROUP])
         raise SpecError(f"{GROUP}={name}: there is no such option. {near}") from error
@@ -130,8 +134,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     # shortest name.
     weight.sort(key=lambda name: (_count_other_bounds(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
-    by_mask = {option.rpartition("/")[2]: option for option in reversed(options)}
-    by_mask = {name: by_mask.get(name, name) for name, _ in known}
+    by_mask = {name: MOVED.get(name, name) for name, _ in known}
     masks = [
         name for name, mask in known if by_mask[name] in options and _is_of(by_mask[name], {"masks": {name: mask}})
     ]
