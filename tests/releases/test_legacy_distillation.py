@@ -47,7 +47,7 @@ def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.
     def first_update() -> None:
         _, metrics = update({"weight": TIS_TOKEN}, batch, sent={"extensions": {"opd": OpdWorker(settings)}})
         reports = [packet.reports["opd"] for packet in take_packets(metrics)]
-        check_reports(reports)
+        check_reports(reports, mode)
         AddOns()._compare_rows(sent, reports, epochs=1)
 
     with pytest.raises(LivenessError, match=r"offpolicy_opd_teacher.* did not reach the loss"):

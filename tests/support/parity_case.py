@@ -186,7 +186,7 @@ class Case:
     def check_taught(self, packets: list[Any]) -> None:
         """Judge the reports of an update of all rows, as the trainer does."""
         reports = [packet.reports["opd"] for packet in packets]
-        check_reports(reports)
+        check_reports(reports, self.distilled)
 
     def forward(self, row: int) -> tuple[Tensor, Tensor]:
         """log pi and entropy of a row's response, each (length,) float64."""

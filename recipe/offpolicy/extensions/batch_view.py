@@ -240,6 +240,7 @@ class LossRows:
         model_output, data: arguments of the loss.
         with_padding: True to keep the padding rows that verl added, which have no response token.
         weigh: computes the correction's factor, (B, T), if the micro-batch does not contain it.
+        actor_config: verl's config of the training actor; available for reports.
     """
 
     def __init__(
@@ -249,7 +250,9 @@ class LossRows:
         *,
         with_padding: bool = True,
         weigh: Callable[[], Tensor] | None = None,
+        actor_config: Any = None,
     ) -> None:
+        self.actor_config = actor_config
         self._output, self._data, self._weigh = model_output, data, weigh
         self._layout = Layout.of(data) if "prompts" in data.keys() else None
         self._chosen: Tensor | None = None

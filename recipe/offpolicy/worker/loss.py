@@ -198,7 +198,7 @@ class OffPolicyLoss:
         if self.extensions and self.ledger is not None:
             weigh = None if self.spec.is_none else partial(self._weigh, model_output, data)
             with torch.no_grad():
-                rows = LossRows(model_output, data, with_padding=False, weigh=weigh)
+                rows = LossRows(model_output, data, with_padding=False, weigh=weigh, actor_config=self.actor_config)
                 packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
 
     def _weigh(self, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:

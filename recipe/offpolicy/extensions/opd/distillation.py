@@ -384,7 +384,7 @@ class OnPolicyDistillation(Extension):
         self._sent = {key: number for key, number in self._sent.items() if key not in silent}
 
     def judge(self, reports: Sequence[OpdReport]) -> Mapping[str, float]:
-        check_reports(reports)
+        check_reports(reports, self.opd.mode)
         found = dict(summarize_reports(reports, self.opd.coef * self._factor, self._epochs))
         if any(report.visible for report in reports) and not self._proved:
             self._proved = True

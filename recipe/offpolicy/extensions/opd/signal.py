@@ -207,6 +207,10 @@ def find_scored(teacher: Tensor, row: Tensor, response_mask: Tensor) -> Tensor:
     return row.bool()[:, None] & response_mask.bool() & ~torch.isnan(teacher)
 
 
+SHIFT = 0.1
+"""Nats by which the trial shifts the teacher."""
+
+
 @dataclass(frozen=True)
 class OpdReport:
     """Evidence from one micro-batch, in plain Python; its sums add up over micro-batches and ranks.
@@ -221,8 +225,10 @@ class OpdReport:
         k1, k2: sums of bounded s - t and of its Huber loss over the scored tokens, at the current policy.
         teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before division by
             the denominator: for the scored tokens' own term, and for the advantages of all other tokens.
-        error: in mode advantage, relative error of the advantages compared with those computed from the columns.
-        visible: True if the term has a gradient, or if advantages were compared.
+        error: in mode loss, relative error of the change in the term's gradient when the teacher is shifted by
+            ``SHIFT``; in mode advantage, relative error of the advantages compared with those computed from the
+            columns; otherwise None.
+        visible: True if the shifted trial expected a nonzero gradient, or if advantages were compared.
     """
 
     hashes: tuple[int, ...] | None = ()
@@ -289,9 +295,8 @@ class OpdWorker(WorkerExtension):
         log_prob = rows.log_prob.detach().float()
         gaps = compute_gaps(log_prob, teacher, scored, max_gap=self.settings.max_gap)
         k2 = k2_loss(log_prob, teacher, scored, max_gap=self.settings.max_gap)
-        error, visible = 0.0, bool((scored & (self._factor(rows) != 0)).any())
-        if self.settings.mode == "advantage":
-            error, visible = self._compare(rows, teacher)
+        by_loss = self.settings.mode == "loss"
+        error, visible = self._try_shift(rows, log_prob, teacher, scored) if by_loss else self._compare(rows, teacher)
         own, others = self._pulls(rows, gaps, scored)
         return OpdReport(
             tuple(hashes),
@@ -316,6 +321,29 @@ class OpdWorker(WorkerExtension):
             dealt = dealt - own
         return float(own.double().sum()), float(dealt.double().sum())
 
+    def _try_shift(self, rows: LossRows, log_prob: Tensor, teacher: Tensor, scored: Tensor) -> tuple[float, bool]:
+        """Compare the change in the term's gradient under a shifted teacher with that of (s - t)^2 / 2.
+
+        Within max_gap, the slope is s - t, which decreases as t increases. The gradient of K1 would not change.
+        """
+        if not scored.any():  # for example because all rows are padding or have left the update
+            return 0.0, False
+        bound = self.settings.max_gap
+        shift = min(SHIFT, bound / 4)
+        inside = log_prob - (log_prob - teacher).clamp(-bound / 2, bound / 2)
+        gradients = []
+        for moved in (inside, inside + shift):
+            with torch.enable_grad():
+                leaf = log_prob.clone().requires_grad_()
+                term = self.compute_term(rows, leaf, moved, rows.actor_config)
+                gradients.append(torch.autograd.grad(term, leaf)[0])
+        with torch.enable_grad():
+            values = torch.zeros_like(log_prob, requires_grad=True)
+            (mean,) = torch.autograd.grad(rows.mean(values, rows.actor_config), values)
+        slope = self.settings.coef * self._factor(rows) * mean * shift
+        error = (gradients[1] - gradients[0] + torch.where(scored, slope, 0.0)).abs().max()
+        return float(error / slope.abs().max().clamp(min=1e-30)), bool((scored & (slope != 0)).any())
+
     def _compare(self, rows: LossRows, teacher: Tensor) -> tuple[float, bool]:
         """Compare the advantages of eligible rows with those computed from the columns; the error is relative."""
         mask, settings = rows.response_mask, self.settings
@@ -333,22 +361,24 @@ class OpdWorker(WorkerExtension):
         return float(apart / made.abs().max().clamp(min=1e-6)), True
 
 
-TOLERANCE = 1e-4
-"""Largest accepted relative error of an advantage, in float32."""
+TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
+"""Largest accepted relative error of a gradient, and of an advantage, in float32."""
 
 
-def check_reports(reports: Sequence[OpdReport]) -> None:
+def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
     """Check the reports of one update.
 
     Raises:
-        LivenessError: the advantages in the loss are not those of the teacher.
+        LivenessError: the distillation term does not act.
     """
     # Written this way, the check also fails for NaN.
-    if wrong := [report.error for report in reports if not report.error <= TOLERANCE]:
-        raise LivenessError(
-            f"opd: the advantages in the loss are not coef (t - s) / scale: the relative error is {wrong[0]:.2g}. "
-            "Another estimator has replaced the distillation signal."
-        )
+    if wrong := [report.error for report in reports if not report.error <= TOLERANCE[mode]]:
+        what = {
+            "loss": "the gradient does not depend on the teacher as that of (s - t)^2 / 2 does",
+            "advantage": "the advantages in the loss are not coef (t - s) / scale",
+        }[mode]
+        reason = "Another term or estimator has replaced the distillation signal."
+        raise LivenessError(f"opd: {what}: the relative error is {wrong[0]:.2g}. {reason}")
 
 
 def summarize_reports(reports: Sequence[OpdReport], coef: float, epochs: int = 1) -> Mapping[str, float]:

@@ -136,6 +136,20 @@ def test_a_column_that_the_loss_needs_and_lacks_stops_before_the_backward_pass(t
         Run(teacher.url, "loss").update(WEIGHTED, drop)
 
 
+def test_a_term_that_ignores_the_teacher_is_found(teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K1 as a loss."""
+    from recipe.offpolicy.extensions.opd import signal
+
+    def k1(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
+        return torch.where(mask, student - teacher, 0.0)
+
+    monkeypatch.setattr(signal, "k2_loss", k1)
+    run = Run(teacher.url, "loss")
+    _, packet = run.update(WEIGHTED)
+    with pytest.raises(LivenessError, match="the gradient does not depend on the teacher"):
+        run.judge(packet)
+
+
 def test_a_session_of_several_outputs_counts_once_and_is_taught_whole(teacher: FakeTeacher) -> None:
     run = Run(teacher.url, "advantage")
     run.batch.sessions = ("a", "a", "c", "d", "e", "f")
