@@ -179,6 +179,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         raise LaunchError(_SEVERAL)
     if flags.experimental_rerun is not None:
         raise LaunchError("--experimental-rerun trains a stored configuration, which is not checked. Remove the flag.")
+    if flags.resolve and flags.cfg is None:
+        raise LaunchError("--resolve requires --cfg. Remove --resolve, or add --cfg job.")
+    if flags.run + (flags.cfg is not None) + flags.shell_completion + (flags.info is not None) > 1:
+        raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra accepts only one of them. Keep one.")
     flags.shows = bool(flags.cfg or flags.info or flags.shell_completion or flags.hydra_help)
     return flags
 

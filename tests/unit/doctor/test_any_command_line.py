@@ -58,7 +58,7 @@ def test_flags_stand_in_front_of_all_overrides_or_behind_them() -> None:
         flags = parse_flags(line)
         assert (flags.config_name, flags.overrides, flags.shows) == ("b", ["a=1"], False)
     assert parse_flags(["a=1", "--cfg", "job"]).shows
-    for line in (["a=1", "--cfg=job", "b=2"], ["--multirun"], ["--none-such"]):
+    for line in (["a=1", "--cfg=job", "b=2"], ["--multirun"], ["--resolve"], ["--run", "--cfg=job"], ["--none-such"]):
         with pytest.raises(LaunchError):
             parse_flags(line)
     assert prepare_arguments(["a=1", "correction.x=1"]) == ["a=1", "++correction.x=1"]
