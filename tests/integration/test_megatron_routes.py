@@ -14,7 +14,7 @@ from tests.support import replaying_worker as rw
 from tests.support.fresh_python import CPU
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,6 @@ def test_a_tool_has_its_own_arguments_and_exit_status() -> None:
 
 def test_it_completes_commands_and_options(tmp_path: Path) -> None:
     assert complete("offpolicy att", tmp_path) == ["attribute"]
-    assert complete("offpolicy whatif --st", tmp_path) == ["--steps"]
     assert "areal" in complete("offpolicy translate --from a", tmp_path)
 
 
