@@ -284,7 +284,7 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
 
 
 def read_scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
-    """Read the scale of ``denominator=kept`` or ``nonfinite=excluded``, (B,)."""
+    """Read the factor of each row, (B,), that ``denominator=kept`` or ``nonfinite=excluded`` needs."""
     if batch.scale is None:
         asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
         raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} needs its count.")

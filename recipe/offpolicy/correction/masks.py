@@ -99,7 +99,7 @@ def _greater_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator
 
 
 def _forward_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute KL(q, p) from the denominator's policy, which sampled the token, to the numerator's policy, float64."""
+    """Compute KL(q, p) in float64; q is the denominator's policy, which sampled the token, and p the numerator's."""
     return _binary_divergences(numerator, denominator)[1]
 
 

@@ -70,15 +70,15 @@ class PaddedRows:
         return same
 
     def cumulative_count(self, flags: Tensor) -> Tensor:
-        """Count the true tokens of each row up to and including each token, int64."""
+        """Count, for each token, the flags that are set in its row up to this token, inclusive: int64."""
         return flags.cumsum(-1)
 
     def cumulative_sum(self, tokens: Tensor) -> Tensor:
-        """Sum the tokens of each row up to and including each token, float64."""
+        """Sum, for each token, the values of its row up to this token, inclusive: float64."""
         return tokens.cumsum(-1, dtype=torch.float64)
 
     def cumulative_max(self, tokens: Tensor) -> Tensor:
-        """Compute the greatest value of each row up to and including each token, float64."""
+        """Compute, for each token, the greatest value of its row up to this token, inclusive: float64."""
         return tokens.double().cummax(-1).values if self.shape[1] else tokens.double()
 
     def previous(self, tokens: Tensor, first: float) -> Tensor:
@@ -168,7 +168,7 @@ class PackedRows:
         return self._scan(tokens.double(), torch.maximum, -math.inf)
 
     def _scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor], neutral: float) -> Tensor:
-        """Combine the tokens of each row up to and including each token, in log2(N) passes with doubling distance."""
+        """Compute an inclusive prefix scan of each row, in log2(N) passes with doubling distance."""
         # A single cumulative sum, minus its value at each row's start, would lose digits in short rows.
         distance = 1
         while distance < self.length:

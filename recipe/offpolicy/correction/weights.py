@@ -76,8 +76,8 @@ Bound = Tensor | float | None
 def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
     """Compute the log of each unit's importance weight before its bounds.
 
-    ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t;
-    ``minimum``, by prefix, log r_t + min(0, min_{s<t} log r_s) (MinPRO, Lei et al. 2026).
+    ``product``: sum_t log r_t, the exact importance weight of the unit's tokens; ``geometric``: (1/T) sum_t log r_t;
+    ``minimum``, for each prefix: log r_t + min(0, min_{s<t} log r_s) (MinPRO, Lei et al. 2026).
 
     Args:
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 for tokens that are not valid.

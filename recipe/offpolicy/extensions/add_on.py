@@ -407,7 +407,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
             reason, fix = "its section is missing, so it is off.", f"Set +{section}.KEY=VALUE, or remove this entry."
             yield run.problem(key, reason, fix, parts=(), verdict="NO-OP")
         elif section not in SHIPPED and not own_launch.get():
-            reason = "code that a script names is not imported, so it was not checked whether the extension is live."
+            reason = "the doctor does not import code that a script names, so it could not check this extension."
             fix = "Check the launch's overrides without --script, in the folder of its code."
             yield run.problem(key, reason, fix, parts=(), verdict="NOTE")
 

@@ -209,7 +209,7 @@ def find_record(config: DictConfig) -> Path:
 
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
-    """Read the extensions' state in the checkpoint that verl has just loaded, and the folder of their files."""
+    """From the checkpoint that verl has just loaded, read the extensions' state; also return their files' folder."""
     folder, record = _read_resumed(config)
     return record.get("extensions", {}), folder / STATES
 

@@ -50,7 +50,7 @@ UNITS, ESS = f"{WEIGHT}/units", f"{WEIGHT}/ess"
 
 @dataclass(frozen=True)
 class Histogram:
-    """Sums by bin; the last bin lies beyond all edges.
+    """Sums by bin; the last bin contains the values beyond the last edge.
 
     Attributes:
         edges: upper edge of each bin except the last.
@@ -255,9 +255,8 @@ class Evidence:
             if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
                 found["floor"] = (
                     f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below "
-                    f"{schedule.target:g}, so the cap is clamped there. Set a lower offpolicy.calibrate.floor, a lower "
-                    "target_ess, or a lower bound in addition to the cap, correction.weight.kind=clip, because no cap "
-                    "raises small weights."
+                    f"{schedule.target:g}, so the cap is clamped there. Reduce offpolicy.calibrate.floor or "
+                    "target_ess. No cap raises small weights; correction.weight.kind=clip also bounds them from below."
                 )
             return found
         if goal is None and seen.resolves(schedule.target):

@@ -208,7 +208,7 @@ def compose_without(left_out: Sequence[str]) -> DictConfig:
 def recompose(options: Sequence[str], values: Mapping[str, float]) -> DictConfig:
     """Compose the node ``correction`` as if these options and values had been chosen.
 
-    All other overrides still apply, including those of the options' own values.
+    All other overrides still apply, including those that change values set by the options.
     """
     given = _read_overrides()
     # The override is kept as it was given, with a + if the primary configuration does not have the group.

@@ -157,9 +157,7 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
     bounds = read_bounds(spec, moving)
     for packet in packets:
         if packet.bounds != bounds:
-            raise LivenessError(
-                f"a worker used other bounds than the trainer sent: {packet.bounds} instead of {bounds}."
-            )
+            raise LivenessError(f"a worker used the bounds {packet.bounds}, but the trainer sent {bounds}.")
 
 
 def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) -> None:

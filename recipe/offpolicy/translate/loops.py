@@ -36,7 +36,7 @@ _LEAST, _GREATEST = int(np.float64(np.inf).view(np.int64)), int(np.float64(-np.i
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
-"""For loops that only process numbers other than NaN; sums may be computed in any order."""
+"""Options of loops over values that are never NaN; sums may be computed in any order."""
 
 
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:

@@ -179,7 +179,7 @@ MOST_OF_BYPASS, LEAST_OF_DECOUPLED = 0.5, 0.7
 LOOKS = {
     "bypass": ("#d97706", "bypass: clip around mu"),
     "resampling": ("#7b8794", "resampling: pi_old recomputed, no weight"),
-    "decoupled_ppo": ("#2563eb", "decoupled_ppo: pi_old recomputed, weight of cap 5"),
+    "decoupled_ppo": ("#2563eb", "decoupled_ppo: pi_old recomputed, weight capped at 5"),
 }
 """Arm -> colour and label of its line."""
 

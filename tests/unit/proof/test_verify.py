@@ -103,7 +103,7 @@ def test_few_tokens_are_not_judged_off_by_one(tokens: int) -> None:
         (lambda found: [replace(found[0], fingerprint=5), found[1]], "fingerprint 5 instead of the trainer's"),
         (
             lambda found: [replace(found[0], bounds={"gsm": {"upper": 9.0}}), found[1]],
-            "other bounds than the trainer sent",
+            "but the trainer sent",
         ),
         (lambda found: found[:1], "used 2 of the 3 sequences"),
         (lambda found: [replace(found[0], rows=[1, 4]), found[1]], "1 of 3 sequences were not found .* and 1 were not"),

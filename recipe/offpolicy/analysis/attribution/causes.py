@@ -189,7 +189,7 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
     same = (
         f"actor_rollout_ref.rollout.temperature={float(known)!r}"
         if isinstance(known, int | float) and known > 0
-        else "actor_rollout_ref.rollout.temperature at the value at which the engine samples, and"
+        else "actor_rollout_ref.rollout.temperature set to the temperature at which the engine samples, and"
     )
     fix = (
         "use the same temperature for both engines, and let the engine return log-probs after the temperature is "

@@ -162,7 +162,7 @@ def compute_k3(log_ratio: Array) -> Array:
 
 
 def hash_ids(ids: NDArray[np.int32], offsets: Integers) -> NDArray[np.uint64]:
-    """Hash each row's ids up to and including each token, (M,) modulo 2^64."""
+    """Hash, for each token, the ids of its row up to this token, inclusive: (M,) modulo 2^64."""
     # The position is hashed too, so that order matters; one running sum then yields the hashes of all prefixes.
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     words = mix(ids.astype(np.uint64) * np.uint64(1 << 32) + (np.arange(len(ids)) - starts).astype(np.uint64))

@@ -1,8 +1,8 @@
 """pass@k of verl's validation, collected together with verl's metrics, once or in rounds for unsolved prompts.
 
-Patched or read, the same from verl 0.7.1 to 0.9.1: ``_validate`` iterates ``trainer.val_dataloader``, dictionaries of
-columns, names each prompt's samples by a uid, and passes (source, uid, reward) of each sample to
-``_val_metrics_update``.
+The code of verl that this module patches or reads is the same from 0.7.1 to 0.9.1. ``_validate`` iterates over
+``trainer.val_dataloader``, which yields dictionaries of columns, gives all samples of a prompt one uid, and passes
+(source, uid, reward) of each sample to ``_val_metrics_update``.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_temperature_is_estimated(temperature: float) -> None:
     evidence = of(causes, "temperature").evidence
     assert evidence["slope"] == pytest.approx(1 / temperature, abs=0.01)
     assert evidence["slope_low"] < evidence["slope"] < evidence["slope_high"]
-    assert "rollout.temperature at the value at which the engine samples" in of(causes, "temperature").fix
+    assert "rollout.temperature set to the temperature at which the engine samples" in of(causes, "temperature").fix
 
 
 @pytest.mark.slow
