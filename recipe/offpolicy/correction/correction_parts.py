@@ -1,4 +1,4 @@
-"""The parts of a correction, what can be derived from them, the source of pi_old, and the penalty's formula."""
+"""The parts of a correction, properties derived from them, the source of pi_old, and the penalty's formula."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class CorrectionParts(Specification):
 
     @cached_property
     def rollout_rejects(self) -> dict[str, WeightSpec | MaskSpec]:
-        """Those of ``rollout_parts`` that can drop tokens."""
+        """The parts of ``rollout_parts`` that can drop tokens."""
         return {
             key: part for key, part in self.rollout_parts.items() if isinstance(part, MaskSpec) or part.kind == "reject"
         }

@@ -85,7 +85,7 @@ class Rollout:
 
     @classmethod
     def of(cls, spec: CorrectionSpec, rows: RowLayout, tokens: Mapping[str, Tensor], by_row: Tensor | None) -> Rollout:
-        """Select what ``spec`` reads.
+        """Select the columns that ``spec`` reads.
 
         Args:
             tokens: ``Columns`` by name, as tensors of tokens.
@@ -113,7 +113,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What parts decide; each tensor is (B, T) padded or (N,) packed.
+    """Decisions of the parts; each tensor is (B, T) padded or (N,) packed.
 
     Attributes:
         keep: bool, tokens that all parts keep.
