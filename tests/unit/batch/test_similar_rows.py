@@ -35,7 +35,7 @@ def test_groups_hold_each_row_once_and_not_too_many_tokens(lengths: list[int]) -
         assert padded <= max(FEW, 2 * sum(lengths[row] for row in group))
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["nested", "padded"])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["nested", "padded"])
 def test_the_loss_of_the_parts_is_the_loss_of_all(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify

@@ -371,6 +371,7 @@ def test_synchronisations_that_stop_coming(world: World) -> None:
         world.delivery.on_update({}, None)
 
 
+@pytest.mark.slow
 @pytest.mark.verl(">=0.7.1")
 def test_workers_get_their_methods() -> None:
     class Worker:

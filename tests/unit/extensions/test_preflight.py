@@ -41,6 +41,7 @@ def examined(*overrides: str) -> Preflight:
         return examine(config, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [

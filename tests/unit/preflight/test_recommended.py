@@ -30,6 +30,7 @@ def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
     assert LINE in note.fix
 
 
+@pytest.mark.slow
 def test_auto_doctor_attribution_and_report_give_the_same() -> None:
     chosen = select(Setup("different", "async", "dense", "single", 4, "fsdp"))
     assert (*(f"correction={name}" for name in chosen.options), *(f"{k}={v}" for k, v in chosen.values.items())) == (

@@ -278,6 +278,7 @@ def test_flat_log_probs_are_handed_on_with_what_the_cache_gave() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_replicas_of_vllm_start_servers_that_score(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import serve_scores
