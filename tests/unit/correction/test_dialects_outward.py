@@ -99,6 +99,8 @@ def test_by_hand() -> None:
         "use_bias_correction_kl": False,
         "use_vllm": True,
     }
+    needed = [each.to_trl().get("use_vllm") for each in (spec(TIS), spec(None, opsm=opsm(0.1)), CorrectionSpec())]
+    assert needed == [True, True, None]
     # verl bounds mu / pi_old: [0.5, 4] is 0.25_2.0 there.
     assert spec(None, m=band(0.5, 4.0)).to_verl() == {
         "rollout_rs": "seq_mean_k1",

@@ -70,6 +70,8 @@ def test_an_update_without_a_gradient_is_not_judged_proved() -> None:
         ({"identical_tokens": 10}, "mu equals pi_old bitwise on all 20 tokens"),
         ({"distances": (5.0, 3.0, 1.0)}, "but mu of the token after differs by 2"),
         ({"distances": (1.0, 3.0, 5.0)}, "but mu of the token before differs by 2"),
+        ({"distances": (1.0, 3.0, 5.0), "inner_tokens": 4}, "but mu of the token before differs by 2"),
+        ({"row_distances": (9.0, 15.0)}, "differs from pi_old by 18 nats, but from pi_old of other sequences by 30"),
         ({"shifts": {"weight": ALIVE}}, "masks.gsm was not tried"),
         ({"shifts": PROOF.shifts | {"weight": ShiftResult(0.5, vacuous=False)}}, "weight has no effect"),
         ({"shifts": PROOF.shifts | {"weight": ShiftResult(math.nan, vacuous=False)}}, "weight has no effect"),
@@ -84,6 +86,11 @@ def test_faulty_evidence(changes: dict[str, Any], message: str) -> None:
 def test_identical_log_probs_may_be_meant() -> None:
     same = packets(proof=replace(PROOF, identical_tokens=10))
     assert verify(same, BOTH, sampled_rows=[1, 2, 3], allow_identical=True)["identical_share"] == 1.0
+
+
+def test_a_policy_that_moved_is_nearer_to_its_own_rows() -> None:
+    moved = packets(proof=replace(PROOF, row_distances=(9.0, 20.0)))
+    assert verify(moved, BOTH, sampled_rows=[1, 2, 3])["proved"] == 1.0
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])

@@ -57,6 +57,14 @@ def test_waiting_reaches_eta(eta: float, delay: Callable[[int, int], int], monke
     assert run.limit.tally.lost == 0
 
 
+def test_late_prompts_are_overtaken_until_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts 14 and 15 of step 2 may be trained until step 5: its first two prompts are still others."""
+    run = Run(monkeypatch, eta=2.5, delay=lambda number, times: 100 if number in (14, 15) else 0)
+    run.train(5)
+    last = [uid for step, uid, _ in run.trained if step == 5]
+    assert (len(last), set(last[2:])) == (4, {"u14", "u15"})
+
+
 @settings(max_examples=at_most(100))
 @given(
     st.sampled_from([0, 0.5, 1, 2, 3]),

@@ -133,14 +133,16 @@ def test_rejected_rows_have_no_part() -> None:
 @pytest.mark.parametrize(("by_std", "kind"), [(True, "group"), (False, "uniform")])
 def test_it_is_proved(place: str, estimator: str, by_std: bool, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     made = penalty(kind, place=place, estimator=estimator, by_std=by_std, coefficient=0.02)
-    view = make_batch([*ALL_RIGHT, *MIXED, ("alone", 5, 1.0), ("short", 3, 0.0), ("short", 3, 0.0)])
-    shape(view, made, name=estimator, by_std=by_std)
+    rows: Rows = [*ALL_RIGHT, *MIXED, ("alone", 5, 1.0), ("short", 3, 0.0), ("short", 3, 0.0)]
+    view, without = make_batch(rows), plain(rows, name=estimator, by_std=by_std)
+    moved = shape(view, made, name=estimator, by_std=by_std) - without
     with caplog.at_level("INFO"):
         found = judge(made, view)
     assert found["length/live/proved"] == 1.0
     assert found["length/live/changed_rows"] >= 12
     assert caplog.text.count("length penalty LIVE on") == 1
-    assert 0 < made.metrics()["length/penalty/share_of_advantage"] < 1
+    share = float(moved.abs().sum() / (moved.abs().sum() + without.abs().sum()))
+    assert made.metrics()["length/penalty/share_of_advantage"] == pytest.approx(share, rel=1e-5)
 
 
 def estimate_anew(data: TensorDict) -> None:

@@ -265,7 +265,11 @@ def test_each_data_source_has_its_teacher_and_one_without_has_none(teacher: Fake
             torch.testing.assert_close(run.batch.put_columns[TEACHER][row, : len(on)][on], wanted)
         _, packet = run.update(WEIGHTED)
         assert run.judge(packet)["opd/num_eligible_samples"] == 2.0
-        assert run.opd.metrics()["opd/source/sums/rows"] == 1.0
+        found = run.opd.metrics()
+        assert found["opd/source/sums/rows"] == 1.0
+        assert found["opd/teacher/tokens"] == sum(map(len, rows))
+        gaps = (wanted - run.made.old_log_probs[1][on]).clamp(-run.opd.opd.max_gap, run.opd.opd.max_gap)
+        assert found["opd/source/sums/gap_abs_mean"] == pytest.approx(float(gaps.abs().mean()), rel=1e-5)
         alone = Run(teacher.url, "advantage", sources=sources, teacher=own)
         assert alone.batch.put_columns[ROW].tolist() == [0, 1, 0, 0, 0, 0]
         assert torch.equal(alone.advantages[0], alone.base[0])

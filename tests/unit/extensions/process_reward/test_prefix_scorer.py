@@ -226,6 +226,7 @@ def test_an_exception_is_shipped_and_not_raised() -> None:
 def test_answers_that_cannot_be_scored_say_why() -> None:
     assert "reward_model.ground_truth contains no answer" in str(score(Engine(), row(truth=None)).error)
     assert "2 tokens, more than max_answer_tokens=1" in str(score(Engine(), row(), max_answer_tokens=1).error)
+    assert score(Engine(), row(), max_answer_tokens=2).error is None
 
 
 def test_boundaries_stand_behind_sampled_tokens_and_before_the_end() -> None:

@@ -23,6 +23,7 @@ from recipe.offpolicy.extensions.process_reward.utilities import (
     find_waste,
     move_utility,
     read_values,
+    summarize_advantages,
     summarize_cost,
     summarize_values,
     summarize_waste,
@@ -252,3 +253,10 @@ def draw_values(generator: torch.Generator, checker: AlignmentChecker) -> None:
     for _ in range(40):
         values, own = (-4 * torch.rand(8, generator=generator) for _ in range(2))
         check_related(values.tolist(), own.tolist(), checker)
+
+
+def test_the_share_of_the_process_part_counts_response_tokens() -> None:
+    process, outcome = torch.tensor([[1.0, -1.0, 9.0]]), torch.tensor([[2.0, 4.0, 9.0]])
+    found = summarize_advantages(outcome, process, torch.tensor([[1, 1, 0]]))
+    assert found["advantage/share"] == pytest.approx(2 / 8)
+    assert found["advantage/outcome_std"] == found["advantage/process_std"] == pytest.approx(math.sqrt(2))
