@@ -73,62 +73,66 @@ ENTRIES: Final = (
     StatisticEntry(
         "weight",
         _DISTRIBUTION | _means("truncated_share"),
-        "the applied weight per token, 0 if rejected; share of tokens whose raw weight is outside the bounds",
+        "the applied weight per token, which is 0 for a rejected token; truncated_share: share of tokens whose raw weight "
+        "is outside the bounds",
     ),
     StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, if one is configured"),
-    StatisticEntry("penalty", _means("mean"), "(log r)^2 per token of the penalised ratio, if there is a penalty"),
+    StatisticEntry("penalty", _means("mean"), "mean (log r)^2 per token, where r is the penalised ratio"),
     StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
-        "share of response tokens kept, of sequences with a kept token, and of response tokens that masks of level "
-        "token reject",
+        "share of response tokens that are kept, of sequences with at least one kept token, and of response tokens that "
+        "token-level masks reject",
     ),
     StatisticEntry(
-        f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the sequence's mean advantage"
+        f"keep/{_group(SIGNS)}",
+        _means("token_share", "sequence_share"),
+        "the same for sequences with a positive or negative mean advantage",
     ),
     StatisticEntry(
         "{mask/<name>,weights/<name>,weight}",
         _MASKED,
-        "for each mask, and for a weight of kind reject: the share that it rejects on its own, out of the response "
-        "tokens and sequences that it covers; a mask on pi / pi_old or on age also covers tokens without mu",
+        "for each mask and each weight of kind reject: the rejected share of the tokens, and of the sequences, to which it "
+        "applies; a mask on pi / pi_old or on age also applies to tokens without mu",
     ),
     StatisticEntry(
         f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}",
         _MASKED,
-        "by the sign of the sequence's mean advantage",
+        "the same for sequences with a positive or negative mean advantage",
     ),
     StatisticEntry(
         f"length/{_group(BUCKETS)}",
         {"sequences": Reduction.SUM}
         | _means("keep_token_share", "keep_sequence_share", "geometric_keep_share", "product_keep_share"),
-        "sequences of T <= 16, 17 to 64, ...: number, kept shares, and the shares that a geometric mask [0.99, 1.01] "
-        "and a product mask [0.5, 2] on pi_old / mu would keep",
+        "sequences grouped by length (T <= 16, 17 to 64, ...): their number, their kept shares, and the shares that a "
+        "geometric mask [0.99, 1.01] and a product mask [0.5, 2] on pi_old / mu would keep",
     ),
     StatisticEntry(
         f"turn/{_group(TURNS)}",
         _BY_DRIFT | _means("keep_token_share"),
-        "tokens of the first turn, and after a tool's output: number, KL(mu, pi_old) by k3, kept share",
+        "tokens of the first turn, and tokens after a tool's output: their number, KL(mu, pi_old) by k3 and kept share",
     ),
     StatisticEntry(
         f"turn/{_group(TURNS)}/rollout_ratio",
         {"mean": Reduction.MEAN, "std": Reduction.STD},
-        "pi_old / mu of these tokens",
+        "pi_old / mu of the tokens of the first turn, and of those after a tool's output",
     ),
     StatisticEntry(
         "staleness",
         {"mean": Reduction.MEAN, "max": Reduction.MAX},
-        "weight versions between sampling and use, per token if versions are recorded per token, else per sequence",
+        "number of weight versions between sampling and use: per token if versions are recorded per token, otherwise per "
+        "sequence",
     ),
     StatisticEntry(
         f"staleness/{_group(STALENESS)}",
         _BY_DRIFT | _means("keep_token_share"),
-        "tokens with staleness 0, 1, 2, 3 or more: the same quantities as for turns",
+        "tokens with staleness 0, 1, 2, and 3 or more: their number, KL(mu, pi_old) by k3 and kept share",
     ),
     StatisticEntry(
         "nonfinite",
         dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
-        "number of non-finite response tokens; those of mu and pi_old are excluded where they are read, the others "
-        "stop the run",
+        "number of response tokens with a non-finite value; the correction excludes tokens with a non-finite mu or "
+        "pi_old, and other non-finite values stop the run",
     ),
 )
 
@@ -136,18 +140,18 @@ SHADOW_ENTRIES: Final = (
     StatisticEntry(
         "shadow/<option>",
         _means("keep_token_share", "keep_sequence_share"),
-        "share that an inactive correction would have kept",
+        "share of tokens and sequences that an inactive correction would have kept",
     ),
     StatisticEntry(
         f"shadow/<option>/{_group((*SIGNS, *(f'turn/{turn}' for turn in TURNS)))}",
         _means("keep_token_share"),
-        "by the sign of the sequence's mean advantage, and by turn",
+        "the same by the sign of the sequence's mean advantage, and by turn",
     ),
-    StatisticEntry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "by T"),
+    StatisticEntry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "the same by length T"),
     StatisticEntry(
         "shadow/<option>/weight",
         _means("mean", "truncated_share") | {"ess": Reduction.ESS},
-        "its weight, if it has one",
+        "the weight of the inactive correction, if it has one",
     ),
 )
 
