@@ -73,16 +73,16 @@ ENTRIES: Final = (
     StatisticEntry(
         "weight",
         _DISTRIBUTION | _means("truncated_share"),
-        "the applied weight per token, which is 0 for a rejected token; truncated_share: share of tokens whose raw weight "
-        "is outside the bounds",
+        "the applied weight per token, which is 0 for a rejected token; truncated_share: share of tokens whose raw "
+        "weight is outside the bounds",
     ),
     StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, if one is configured"),
     StatisticEntry("penalty", _means("mean"), "mean (log r)^2 per token, where r is the penalised ratio"),
     StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
-        "share of response tokens that are kept, of sequences with at least one kept token, and of response tokens that "
-        "token-level masks reject",
+        "share of response tokens that are kept, of sequences with at least one kept token, and of response tokens "
+        "that token-level masks reject",
     ),
     StatisticEntry(
         f"keep/{_group(SIGNS)}",
@@ -92,8 +92,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "{mask/<name>,weights/<name>,weight}",
         _MASKED,
-        "for each mask and each weight of kind reject: the rejected share of the tokens, and of the sequences, to which it "
-        "applies; a mask on pi / pi_old or on age also applies to tokens without mu",
+        "for each mask and each weight of kind reject: the rejected share of the tokens, and of the sequences, to "
+        "which it applies; a mask on pi / pi_old or on age also applies to tokens without mu",
     ),
     StatisticEntry(
         f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}",
@@ -120,8 +120,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "staleness",
         {"mean": Reduction.MEAN, "max": Reduction.MAX},
-        "number of weight versions between sampling and use: per token if versions are recorded per token, otherwise per "
-        "sequence",
+        "number of weight versions between sampling and use: per token if versions are recorded per token, otherwise "
+        "per sequence",
     ),
     StatisticEntry(
         f"staleness/{_group(STALENESS)}",
