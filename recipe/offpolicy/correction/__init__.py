@@ -1,6 +1,6 @@
 """Off-policy corrections as pure functions of three log-probs, a mask and the advantages.
 
-The package needs only torch. The three log-probs are (B, T), or nested by row with layout ``torch.jagged``:
+The package needs only torch. Each log-prob tensor is (B, T), or a nested tensor of rows with layout ``torch.jagged``:
 
 * ``rollout_log_prob``, mu: the policy from which the rollout engine sampled;
 * ``old_log_prob``, pi_old: the trainer's own weights at the start of the step;

@@ -1,14 +1,14 @@
 """Score centering: removes the expected score under mu from the policy gradient (Marek and Ryabinin 2026).
 
 If the sampler q differs from the trained policy p, E_q[f(p/q) grad log p] is not 0, so even a constant advantage moves
-the policy in the same direction at every step, which is called drift. Centering adds A C to each token's loss, with
+the policy in the same direction at every step (drift). Centering adds A C to each token's loss, with
 
     C = sum over the head H of sg(m(v) - a p(v)) log p(v),   m(v) = q(v) f(p(v)/q(v)),   a = rho f(1/rho)
 
 H is the set of the sampler's K likeliest tokens at the position, and f is the factor that the correction applies to a
-token. On the tail, q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight, m =
-q and a = rho; under truncation, m = clamp(p, lower q, upper q); under a token mask, m is p or q for kept tokens, and 0
-for all other tokens.
+token. For the tokens outside H (the tail), q is approximated by rho p with rho = (1 - sum_H q) / max(1 - sum_H p,
+1e-6). Without a weight, m = q and a = rho; under truncation, m = clamp(p, lower q, upper q); under a token mask, m is p
+or q for kept tokens, and 0 for all other tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compute_coefficients(spec: CorrectionParts, log_prob: Tensor, rollout_log_pr
     parts = select_token_parts(spec)
     if parts.is_none:
         return torch.where(head, q - rho * p, 0.0)
-    # The tail counts as one more token, with ratio 1 / rho.
+    # The tail is treated as one extra token with ratio 1 / rho.
     pi = torch.cat([log_p.masked_fill(~head, 0), torch.zeros_like(rho)], -1)
     mu = torch.cat([log_q.masked_fill(~head, 0), rho.clamp(min=torch.finfo(rho.dtype).tiny).log()], -1)
     valid = torch.cat([head, rho > 0], -1)
@@ -88,10 +88,10 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
-    """Compute half the L1 norm of E_q[f grad log p] in each position's logits: float64, in [0, 1] without a weight.
+    """Compute half the L1 norm of E_q[f grad log p] with respect to each position's logits, in float64.
 
     With S = sum c, the gradient of C is c(v) - S p(v) on the head and -S p(v) on the tail. Without a weight, the result
-    is the total variation between p and the estimate of q.
+    is the total variation between p and the estimate of q, which lies in [0, 1].
 
     Args:
         log_prob, coefficients: see ``compute_centering``; outside the head, any value is allowed, including -inf.

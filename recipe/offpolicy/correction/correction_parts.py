@@ -39,7 +39,7 @@ MU_ITSELF = ("bypass", "same_engine")
 
 @dataclass(frozen=True)
 class KlWeightSpec:
-    """A ratio that multiplies each token's KL estimate in the loss, with its gradient.
+    """A ratio that multiplies each token's KL estimate in the loss; gradients flow through the ratio.
 
     Attributes:
         ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
@@ -52,13 +52,14 @@ class KlWeightSpec:
 
 @dataclass(frozen=True)
 class PenaltySpec:
-    """A penalty on (log r)^2 of every valid token, neither weighted nor masked.
+    """A penalty on (log r)^2 of every valid token. Weights and masks do not apply to it.
 
-    It is Kimi k1.5's l2 term (Kimi Team 2025, eq. 3, with coefficient tau / 2 on pi / mu), and prime-rl's ``kl_tau``.
+    This is the l2 term of Kimi k1.5 (Kimi Team 2025, eq. 3: coefficient tau / 2 on pi / mu). prime-rl calls it
+    ``kl_tau``.
 
     Attributes:
         ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
-        coefficient: factor, > 0, that multiplies the loss's aggregate of (log r)^2.
+        coefficient: factor > 0 on (log r)^2, which is aggregated over tokens as in the loss.
     """
 
     ratio: KlRatio
@@ -67,16 +68,16 @@ class PenaltySpec:
 
 @dataclass(frozen=True)
 class CorrectionParts(Specification):
-    """A weight, masks, and their options; a token is kept if all masks keep it.
+    """The weight, masks and options of a correction. A token is kept only if all masks keep it.
 
     Attributes:
         weight: importance weight of every token, or None for 1.
-        weights: (name, weight) in name order, each for the tokens that its ``when`` and ``sign`` select. No token has
-            two weights, and a token that no weight selects has weight 1. Empty if ``weight`` is set.
+        weights: (name, weight) in name order. Each weight applies to the tokens that its ``when`` and ``sign`` select.
+            No token has two weights, and tokens that no weight selects have weight 1. Empty if ``weight`` is set.
         penalty: penalty on the squared log-ratio of every valid token, added to the policy term; None for no penalty.
-        kl_weight: importance weight of the KL loss, or None for 1; excludes ``kl_clip``.
-        nonfinite: whether tokens whose mu is not finite are ``counted`` in the loss's denominator, although they add
-            nothing to the loss, or ``excluded`` from the denominator.
+        kl_weight: importance weight of the KL loss, or None for 1. It cannot be combined with ``kl_clip``.
+        nonfinite: ``counted``: the loss's denominator includes tokens whose mu is not finite, although they add nothing
+            to the loss. ``excluded``: the denominator excludes them.
         masks: (name, mask) in name order; the order never affects the result.
         proximal: source of pi_old, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``, the weight of log pi, in (0, 1); ``by_age`` computes this weight from each
@@ -84,8 +85,8 @@ class CorrectionParts(Specification):
         denominator: denominator of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
         baseline: whether the group baselines of GRPO, RLOO and OPO ``include`` or ``exclude`` rejected siblings.
         kl_clip: bounds (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
-        skyrl_compat: reproduces SkyRL's order: an outlier mask acts first, then token masks, and parts that decide by
-            sequence read only the tokens that these masks keep.
+        skyrl_compat: apply masks in SkyRL's order, the outlier mask first and then token masks. Sequence-level parts
+            then read only the tokens that these masks keep.
         allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu and pi_old are
             normalised over different tokens.
         support: ``engine``: pi_old and pi are renormalised, like mu, over the tokens that the rollout engine allowed;
@@ -93,7 +94,7 @@ class CorrectionParts(Specification):
         support_unknown: treatment of tokens whose support has more members than were requested from the engine:
             ``mask`` removes them from the policy term, ``full`` computes their log-probs over the whole vocabulary.
         support_size: number of support members requested from the engine for each token; None: top-k determines it.
-        support_min_p: min-p of each request (verl has no key for it); None for no min-p.
+        support_min_p: min-p to send with each request (verl has no key for it); None for no min-p.
         centering: K of score centering, see ``correction.centering``; None for no centering.
     """
 
@@ -160,7 +161,7 @@ class CorrectionParts(Specification):
 
     @cached_property
     def recounts(self) -> bool:
-        """True if the loss divides by counts of tokens and rows that differ from the base loss's."""
+        """True if the loss's token and row counts differ from those of the base loss."""
         return self.denominator == "kept" or self.nonfinite == "excluded"
 
     @cached_property
@@ -176,12 +177,12 @@ class CorrectionParts(Specification):
 
     @cached_property
     def normalized(self) -> WeightSpec | None:
-        """The weight that is divided by its mean over the batch; None if there is none."""
+        """The weight that is divided by its mean over the batch; None if no weight is normalised."""
         return next((weight for weight in self.all_weights.values() if weight.normalize), None)
 
     @cached_property
     def weighs_full_ratio(self) -> bool:
-        """True if a weight is applied to pi / mu; the base loss then has no ratio of its own."""
+        """True if a weight uses the ratio pi / mu; such a weight needs a base loss without a ratio."""
         return any(weight.ratio == "full" for weight in self.all_weights.values())
 
     @cached_property
@@ -191,17 +192,17 @@ class CorrectionParts(Specification):
 
     @cached_property
     def levels(self) -> frozenset[Level]:
-        """Levels at which the weight or a mask decides."""
+        """Levels of the weights and masks."""
         return frozenset(part.level for part in self.parts.values())
 
     @cached_property
     def needs_turns(self) -> bool:
-        """True if a part decides by turn, or applies only after a tool's result."""
+        """True if a part has level ``turn``, or applies only after a tool result."""
         return any(part.level == "turn" or part.when == "post_tool" for part in self.parts.values())
 
     @cached_property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
-        """Parts, by key under ``correction``, that depend on the age of the weights that sampled a token."""
+        """Parts that depend on the age of the weights that sampled a token, by key under ``correction``."""
         return {
             key: part
             for key, part in self.parts.items()
@@ -230,12 +231,12 @@ class CorrectionParts(Specification):
 
     @cached_property
     def step_parts(self) -> dict[str, WeightSpec | MaskSpec]:
-        """Parts, by key under ``correction``, that need the current policy or the advantages."""
+        """Parts that need the current policy or the advantages, by key under ``correction``."""
         return {key: part for key, part in self.parts.items() if part.needs_step}
 
     @cached_property
     def rollout_parts(self) -> dict[str, WeightSpec | MaskSpec]:
-        """The other parts, which read only mu and pi_old, in an order that matters only for ``skyrl_compat``."""
+        """Parts that read only mu and pi_old. Their order matters only for ``skyrl_compat``."""
 
         def place(key: str) -> int:
             part = self.parts[key]
@@ -266,16 +267,17 @@ def proximal_log_prob(
 ) -> Tensor:
     """Compute the log pi_old that corrections and the base loss use.
 
-    * ``recompute``: the trainer computed it at the start of the step. There are three policies, as in decoupled PPO.
+    * ``recompute``: the trainer computes pi_old at the start of the step. There are three policies, as in decoupled
+      PPO.
     * ``bypass``: mu itself, so PPO's ratio is pi / mu. There are two policies.
     * ``reuse``: the current policy, detached. The result is exact if there is only one gradient step per batch, because
       pi_old then equals pi.
     * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: an interpolation between the sampling and the current
       policy. It is an approximation that costs no forward pass. With ``alpha=by_age``, alpha is (a - 1) / a for a token
-      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. That function takes pi from the
-      newest weights, a versions after the token's, and pi_old from the weights one version earlier. AReaL's
-      documentation describes pi_old as one step behind the trained policy; under that definition, alpha would be a / (a
-      + 1).
+      of age a, and 0 at age 0, as in AReaL's ``compute_prox_logp_approximations``. In that function, pi comes from the
+      newest weights, a versions after those that sampled the token, and pi_old from the weights one version before the
+      newest. AReaL's documentation describes pi_old as one step behind the trained policy; under that definition, alpha
+      would be a / (a + 1).
     * ``same_engine``: mu itself, for an engine whose log-probs equal the trainer's. The trainer computes pi_old in its
       first step and stops unless mu and pi_old agree, see ``proof.rollout_log_probs``.
 
@@ -287,7 +289,7 @@ def proximal_log_prob(
             ``by_age``.
 
     Raises:
-        ValueError: ``by_age`` without ages.
+        ValueError: ``ages`` are missing for ``by_age``.
 
     Returns:
         (B, T), in the dtype of the log-probs from which it is computed; float32 or wider for ``loglinear``.

@@ -1,4 +1,4 @@
-"""Decisions from mu and pi_old: per token, over a whole batch, and their effect on denominators and baselines.
+"""Decide from mu and pi_old which tokens to keep, compute batch-level constants, and adjust denominators and baselines.
 
 ``rollout_stage`` converts the decisions to the layout of the caller's tensors and measures them. ``batch_constants``
 and ``count_kept_by_row`` read a whole batch block by block, so that temporaries fit in the CPU's caches.
@@ -27,17 +27,18 @@ from .weights import AppliedWeight, WeightSpec, apply_weight, sum_weights
 
 
 class Columns(TypedDict):
-    """Columns of a rollout, (B, T) or nested by row with layout ``torch.jagged``, all in the same layout.
+    """Columns of a rollout: all are (B, T), or all are nested tensors of rows with layout ``torch.jagged``.
 
     Attributes:
         old_log_prob: log pi_old, any float dtype; see ``proximal_log_prob``.
         rollout_log_prob: log mu, any float dtype.
         response_mask: bool or 0/1; padding is never read.
-        segment_ids: integers, the turn of each token, see ``units.turns``; for level ``turn`` and ``post_tool``.
-        versions: integers, the version of the weights that sampled each token; for level ``version``.
-        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or one per
-            token. It is read by masks and bounds that depend on age, and by statistics, which also read
-            ``segment_ids`` at any level.
+        segment_ids: integers, the turn of each token, see ``units.turns``. Required by level ``turn`` and by
+            ``post_tool``.
+        versions: integers, the version of the weights that sampled each token. Required by level ``version``.
+        staleness: integers >= 0, per row (B,) or per token: how many versions older than the trainer's weights the
+            sampling weights were. Read by masks and bounds that depend on age, and by statistics. Statistics also read
+            ``segment_ids``, at any level.
     """
 
     old_log_prob: Tensor
@@ -63,15 +64,15 @@ class BatchConstants:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Rows of a rollout as tensors of tokens: (B, T) padded or (N,) packed each.
+    """Rows of a rollout as tensors of tokens, each padded, (B, T), or packed, (N,).
 
     Attributes:
         rows: layout of the tokens.
         old, mu: log-probs of any float dtype.
         mask: bool, the response mask.
-        ids: level -> the token ids that separate its units; None for a level that needs no ids.
-        ages: float64, versions of the weights since each token was sampled; None if no part reads ages or the ages are
-            unknown.
+        ids: level -> the unit id of each token; None for a level that needs no ids.
+        ages: float64, number of weight versions since each token was sampled; None if no part reads ages or the ages
+            are unknown.
         turns: integers, the turn of each token; None if unknown.
     """
 
@@ -99,8 +100,8 @@ class Rollout:
         for level, name in sources.items():
             if level in spec.levels and name not in tokens:
                 raise ValueError(
-                    f"level={level} without {name}: the tokens of a unit are unknown. Pass {name} as (B, T) integers, "
-                    f"or set level=sequence."
+                    f"level={level} needs {name} to assign tokens to units. Pass {name} as (B, T) integers, or set "
+                    "level=sequence."
                 )
         ids = {level: tokens[sources[level]] if level in sources else None for level in spec.levels}
         if spec.age_parts and "staleness" in tokens:
@@ -113,12 +114,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Decisions of the parts; each tensor is (B, T) padded or (N,) packed.
+    """Decisions of a correction's parts. Each tensor is padded, (B, T), or packed, (N,).
 
     Attributes:
         keep: bool, tokens that all parts keep.
-        drops: key of the part under ``correction`` -> bool, the tokens that it rejects.
-        weighed: the weights.
+        drops: key under ``correction`` -> bool, the tokens that this part rejects.
+        weighed: the weights that were applied.
     """
 
     keep: Tensor
@@ -127,7 +128,7 @@ class Verdicts:
 
 
 Operands = Mapping[Ratio, tuple[Tensor, Tensor, Tensor]]
-"""Maps a ratio to its log per token, and to the log-probs of its two policies."""
+"""Maps the name of a ratio to its log per token, and to the log-probs of its two policies."""
 
 
 def apply_parts(
@@ -147,7 +148,7 @@ def apply_parts(
 
     Args:
         keep: tokens that are kept so far.
-        dtype: of weights.
+        dtype: dtype of the weights.
         advantages, turns: per token, for parts that apply only to some tokens.
         partition_kept: for ``skyrl_compat``, where a sequence is aggregated only over the tokens that are kept so far.
 
@@ -190,15 +191,15 @@ def apply_parts(
 
 @dataclass(frozen=True)
 class Decisions(Verdicts):
-    """Decisions from mu and pi_old; each tensor is (B, T) padded or (N,) packed.
+    """Decisions from mu and pi_old. Each tensor is padded, (B, T), or packed, (N,).
 
     Attributes:
         log_ratio: log(pi_old / mu), 0 outside ``valid``.
         valid: bool, the response mask without tokens whose mu or pi_old is not finite.
-        decided: bool, the tokens on which the correction decides: ``valid``, and, for a correction that does not read
-            mu, also tokens for which only mu is not finite.
+        decided: bool, the tokens on which the correction decides: the valid tokens. If the correction does not read mu,
+            they include tokens for which only mu is not finite.
         units: level -> the units on which the correction decides.
-        dtype: of weights.
+        dtype: dtype of the weights.
     """
 
     log_ratio: Tensor
@@ -209,7 +210,7 @@ class Decisions(Verdicts):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of each token, detached, 0 outside ``decided``; 1 if there is none, or none yet."""
+        """The weight of each token, detached: 0 outside ``decided``, and 1 if no weight has been applied."""
         return self.weighed[0].weight if self.weighed else self.decided.to(self.dtype)
 
 
@@ -224,7 +225,7 @@ def decide_rollout(
 
     Args:
         constants: constants of the whole batch.
-        compared: valid tokens and log(pi_old / mu), if they are known.
+        compared: valid tokens and log(pi_old / mu), if already computed.
         weigh: also compute weights that reject nothing.
 
     Example:
@@ -291,7 +292,7 @@ def batch_constants(spec: CorrectionSpec, **columns: Unpack[Columns]) -> BatchCo
 def count_kept_by_row(
     spec: CorrectionSpec, constants: BatchConstants, **columns: Unpack[Columns]
 ) -> tuple[Tensor, Tensor]:
-    """Count each row's response tokens, and those that the rollout stage keeps, (B,) float64.
+    """Count each row's response tokens, and how many of them the rollout stage keeps: (B,) float64 each.
 
     Example:
         >>> spec = CorrectionSpec(masks=(("far", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
@@ -331,7 +332,7 @@ def compute_scale_of_counts(
 
     Args:
         mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.
-        tokens, kept: (B,) float64, number of response tokens in each row of the batch, and number of kept tokens.
+        tokens, kept: (B,) float64 each, the numbers of response tokens and of kept tokens in each row of the batch.
         mini_batch: (B,) int64, the mini-batch of each row, over all ranks.
         mini_batch_rows: number of rows that verl counts in a mini-batch.
 
@@ -355,7 +356,7 @@ def compute_scale_of_counts(
 
 
 def find_finite_tokens(response_mask: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """Return bool flags of the response tokens whose mu is finite, in the layout of the arguments.
+    """Flag the response tokens whose mu is finite: bool, in the layout of the arguments.
 
     Example:
         >>> find_finite_tokens(torch.ones(1, 2), torch.tensor([[-1.0, float("nan")]])).tolist()
@@ -403,9 +404,9 @@ def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bo
         rejected: (B,) bool, rows without a kept token.
 
     Returns:
-        The new group of each row, and whether the row's advantage is 0. The advantage is 0 for a rejected row, which
-        contributes nothing to training, and for the only remaining row of a larger group, because that row has no
-        sibling left to be compared with.
+        The new group of each row, and whether the row's advantage must be set to 0. This applies to a rejected row,
+        which contributes nothing to training, and to the last remaining row of a larger group, which has no sibling
+        left to be compared with.
 
     Example:
         >>> groups, zeroed = regroup(["a", "a", "b", "b"], torch.tensor([False, False, True, False]))

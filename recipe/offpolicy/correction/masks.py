@@ -1,7 +1,7 @@
 """Masks: the aggregate that each mask compares with its bounds, and the tokens outside the bounds.
 
 An aggregate turns a unit's ratios into one number. Validation, start-up checks, and offline and online calibration all
-read ``AGGREGATES``. The liveness proof does not: ``proof/inverses.py`` states each aggregate independently. The
+read ``AGGREGATES``. The liveness proof does not: ``proof/inverses.py`` defines each aggregate independently. The
 formulas are in docs/correction_keys.md, the metrics of a mask in ``telemetry.measure_keep``.
 """
 
@@ -25,7 +25,7 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The number of each unit that a mask compares, computed from the ratios r_t or the ages of the unit's tokens.
+    """The number that a mask compares for each unit, computed from the ratios r_t or the ages of the unit's tokens.
 
     Attributes:
         name: value of ``masks.<name>.aggregate``.
@@ -35,11 +35,11 @@ class Aggregate:
         token: computes a token's value; if None, the value is the token's log-ratio.
         finish: converts the unit's reduced value to the value that is compared.
         on_ratio: True if bounds are given as ratios and compared in log space; otherwise they are compared as given.
-        least, greatest: range of the compared value; a mask whose bounds contain this range never acts.
+        least, greatest: range of the compared value; a mask whose bounds contain this range drops nothing.
         usual: commonly used bounds, lower and upper; None for an open side.
         at: returns the compared value of a unit whose log-ratios all equal the given number of nats.
-        widest: greatest distance from agreement that a moving bound may reach.
-        single: name of the aggregate with the same value that replaces this one for single tokens; empty for none.
+        widest: greatest distance from perfect agreement to which a moving bound may be set.
+        single: name of the aggregate that has the same value for single tokens and replaces this one; empty for none.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Aggregate:
 
     @property
     def one_sided(self) -> bool:
-        """True if the value is never negative, so that only an upper bound can act."""
+        """True if the value is never negative, so that only an upper bound has an effect."""
         return self.least == 0
 
     @property
@@ -207,9 +207,9 @@ class MaskSpec(Part):
         delta: the bound in OPSM's notation, in nats: lower = exp(-delta); None if lower and upper were given.
         budget: with ``second_moment``, the tokens with the largest (log r)^2 are dropped until the mean over the rest
             of the batch is at most this value; None otherwise.
-        by_staleness: factors of |log bound| for units whose oldest token is 0, 1, ... versions old; the last factor
-            also applies to older units. None: the same bound for all units.
-        by_position: power of a token's position that multiplies |log bound|, see ``WeightSpec.by_position``.
+        by_staleness: factors that multiply |log bound| for units whose oldest token is 0, 1, ... versions old; the last
+            factor also applies to older units. None: the same bound for all units.
+        by_position: |log bound| is multiplied by a token's position to this power, see ``WeightSpec.by_position``.
     """
 
     ratio: Ratio
@@ -262,11 +262,11 @@ class MaskSpec(Part):
 _TOKEN = math.log(1e5)
 """Largest commonly used bound on one token, in nats: outlier masks use ratios down to 1e-4."""
 _MEAN = math.log(10.0)
-"""Largest bound worth proposing on a unit's mean, in nats per token: policies diverge long before it is reached."""
+"""Largest bound worth proposing on a unit's mean, in nats per token; policies diverge long before reaching it."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:
-    """Compute the largest distance from agreement that arithmetic allows; infinite for a sum over a unit's tokens.
+    """Compute the largest distance from agreement that clamped log-ratios allow; infinite for a sum over tokens.
 
     Example:
         >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
@@ -299,21 +299,21 @@ def find_outside(
     denominator: Tensor,
     cutoff: float | None = None,
 ) -> Tensor:
-    """Find the tokens of the units that lie outside the band, bounds inclusive.
+    """Flag the tokens of units whose value lies outside the inclusive bounds.
 
     Aggregates are accumulated in float64 and compared in float32, and the bound's log is rounded to float32 too, so a
-    unit whose mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is
+    unit whose mean or sum equals that log in float32 lies inside. With ``delta`` and ``when=negative``, this is
     off-policy sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 outside ``units.valid``.
         units: the units of level ``spec.level``.
-        numerator, denominator: log-probs of the ratio's two policies, in that shape; read only by ``binary_*``
-            aggregates.
+        numerator, denominator: log-probs of the ratio's two policies, in the shape of ``log_ratio``; read only by
+            ``binary_*`` aggregates.
         cutoff: with ``second_moment``, the greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
 
     Returns:
-        Bool of that shape, meaningless outside ``units.valid``.
+        Bool in the shape of ``log_ratio``, meaningless outside ``units.valid``.
 
     Example:
         >>> from .units import partition_units
@@ -370,7 +370,7 @@ def compute_extremes(
 
 
 def _reduce(aggregate: Aggregate, units: Units, value: Tensor) -> Tensor:
-    """Reduce per-token values to the value of each unit that is compared; ``batch`` compares tokens."""
+    """Reduce per-token values to one compared value per unit; ``batch`` compares single tokens."""
     match aggregate.reduce:
         case "oldest":
             value = units.oldest

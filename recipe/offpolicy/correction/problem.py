@@ -1,7 +1,7 @@
 """Configuration problems as data, their wording, and the exceptions that carry them.
 
-A mistyped threshold that passes as valid silently degrades a run, so each problem names the key, its value, the reason
-and an override that fixes it.
+A mistyped threshold that passes validation silently degrades a run, so each problem names the key, its value, the
+reason and an override that fixes it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Problem:
         fix: a sentence; if it is empty, the sentence is built from the overrides, if there are any.
         verdict: effect on the corrections that the problem concerns.
         parts: names of these corrections, ``EVERYTHING`` or ``MU``.
-        overrides: the fix in Hydra's grammar, to append to the overrides of the launch.
-        alongside: other keys whose values make this value a problem, with these values.
+        overrides: the fix in Hydra's grammar; append them to the overrides of the launch.
+        alongside: other keys that contribute to the problem, with their values.
         translated: whether the overrides express the meaning of the value; otherwise they replace it.
     """
 
@@ -98,7 +98,7 @@ class SpecError(ValueError):
     Args:
         reason, fix: sentences; without a fix, the sentence is built from ``proposed``.
         key, value: as they were given; the key is empty if the reason needs none.
-        alongside: other keys whose values make this value a problem, with these values.
+        alongside: other keys that contribute to the problem, with their values.
         proposed: key -> the value that fixes it.
         meant: key -> the value that was probably meant; used like ``proposed``.
         removed: keys to delete first, with their present values.
@@ -138,7 +138,7 @@ class SpecError(ValueError):
         alongside: Mapping[str, Any] | None = None,
         proposed: Mapping[str, Any] | None = None,
     ) -> SpecError:
-        """Build the error of ``section.name``; the keys of ``alongside`` and ``proposed`` are under ``section`` too."""
+        """Build the error for ``section.name``; ``alongside`` and ``proposed`` have keys relative to ``section``."""
         others, put = (
             {f"{section}.{each}": given for each, given in (values or {}).items()} for values in (alongside, proposed)
         )
@@ -157,7 +157,7 @@ class CheckError(RuntimeError):
 
 
 def set_to(key: str, value: object, *, add: bool = False) -> str:
-    """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that may be missing from the configuration.
+    """Build the override ``key=value`` in Hydra's grammar; set ``add`` if the configuration may not contain the key.
 
     Example:
         >>> set_to("correction.weight.upper", 2.0)

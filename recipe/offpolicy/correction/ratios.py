@@ -39,9 +39,9 @@ def compute_log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> 
         valid: (B, T) bool.
 
     Returns:
-        (B, T) float64, 0 for tokens that are not valid, whatever their values. If two float32 numbers differ by more
-        than a factor of 2, float32 cannot always represent their difference, and the error would be visible in a sum
-        over thousands of tokens.
+        (B, T) float64, 0 for tokens that are not valid, regardless of their values. If two float32 numbers differ by
+        more than a factor of 2, float32 cannot always represent their difference, and the error would be visible in a
+        sum over thousands of tokens.
 
     Example:
         >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, 7.0]])
@@ -107,9 +107,9 @@ def compute_excess(log_value: Tensor) -> Tensor:
 
 
 def exceeds_bounds(value: Tensor, lower: Tensor | float, upper: Tensor | float) -> Tensor:
-    """Flag values outside [lower, upper], inclusive; compared in float32, as every bound is.
+    """Flag values outside the inclusive range [lower, upper]. As for all bounds, the comparison is in float32.
 
-    A bound is one number for all values, or a float32 for each value.
+    A bound is either one number for all values, or a float32 tensor with one number per value.
 
     Example:
         >>> exceeds_bounds(torch.tensor([0.4, 0.5, 2.0, 2.1]), 0.5, 2.0).tolist()

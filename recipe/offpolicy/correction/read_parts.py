@@ -1,4 +1,4 @@
-"""Readers of the parts of a correction from plain values: masks, weights, terms and options, each checked on its own.
+"""Read the parts of a correction from plain values (masks, weights, terms, options), and check each part separately.
 
 ``rules`` checks the parts together. Each function raises ``SpecError`` for a malformed value; its argument ``key`` is
 the Hydra path that the error shows.
@@ -91,7 +91,7 @@ def read_mask(mapping: Mapping[str, Any], key: str) -> MaskSpec:
 def _read_age_mask(mapping: Mapping[str, Any], key: str) -> MaskSpec:
     for name, why in ((name, why) for name, why in _WITHOUT_AGE.items() if name in mapping):
         raise SpecError(
-            f"{why} An age has only the bound upper.",
+            f"{why} For an age, only the bound upper can be set.",
             key=f"{key}.{name}",
             value=mapping[name],
             alongside={f"{key}.aggregate": "staleness"},
@@ -125,7 +125,7 @@ def _check_mask(mask: MaskSpec, key: str) -> None:
             )
     widest = max(abs(bound or 0.0) for bound in (mask.lower, mask.upper))
     if mask.level == "prefix" and mask.aggregate == "binary_tv_sum" and widest > 0.9:
-        reason = "at level prefix the bound applies to the first token alone, which cannot differ by that much."
+        reason = "at level prefix, the bound also applies to the first token alone, which cannot differ by that much."
         alongside = {"lower": mask.lower, "level": "prefix"}
         raise SpecError.under(key, "upper", mask.upper, reason, alongside=alongside, proposed={"level": "sequence"})
     half_set = (mask.lower is None) != (mask.upper is None) and mask.delta is None
@@ -139,7 +139,7 @@ def _check_mask(mask: MaskSpec, key: str) -> None:
             key,
             "aggregate",
             mask.aggregate,
-            "its cutoff is fixed for the whole batch from mu and pi_old, per token, whatever the advantage.",
+            "its cutoff is computed once per batch, from the tokens' mu and pi_old, regardless of advantages.",
             alongside={name: getattr(mask, name) for name in ("ratio", "level", "when")},
             proposed={"ratio": "rollout", "level": "token", "when": "any"},
         )
@@ -329,7 +329,7 @@ def _check_scaled_bounds(weight: WeightSpec, key: str) -> None:
         if logs:
             reason = (
                 f"|log bound| {max(logs):g} times {max(weight.by_staleness):g} is beyond the +-{EXP_CLAMP:g} nats at "
-                f"which log-ratios are clamped, so there is no bound at that age."
+                "which log-ratios are clamped, so this bound has no effect at that age."
             )
         fix = f"Set {key}.by_staleness=null, or a bound and factors below that."
         raise SpecError.under(key, "by_staleness", list(weight.by_staleness), reason, fix)
@@ -392,7 +392,7 @@ def read_kl_clip(value: Any, key: str = "correction.kl_clip") -> tuple[float, fl
     require_keys(bounds, {"lower", "upper"}, key)
     lower, upper = read_ratio_bounds(bounds, key)
     if lower is None or upper is None or not lower < 1 < upper:
-        reason = "expected a clip of pi / pi_old: two bounds around 1, as PPO clips its ratio."
+        reason = "expected two bounds around 1 on pi / pi_old, like the clip range of PPO."
         value = {"lower": lower, "upper": upper}
         raise SpecError(reason, key=key, value=value, proposed={f"{key}.lower": 0.8, f"{key}.upper": 1.2})
     return lower, upper
@@ -424,7 +424,7 @@ def read_support(mapping: Mapping[str, Any]) -> dict[str, Any]:
     )
     min_p = read_number(mapping.get("support_min_p"), "correction.support_min_p")
     if min_p is not None and not 0 < min_p < 1:
-        reason = "a share of the likeliest token's probability, above 0 and below 1, or null for none."
+        reason = "expected a share of the likeliest token's probability, above 0 and below 1, or null for none."
         raise SpecError.under("correction", "support_min_p", min_p, reason, proposed={"support_min_p": 0.1})
     fields = {"support": support, "support_unknown": unknown, "support_size": size, "support_min_p": min_p}
     unread = {"support_unknown": "mask", "support_size": None, "support_min_p": None}

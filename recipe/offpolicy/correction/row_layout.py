@@ -19,7 +19,7 @@ class PaddedRows:
     """Row-wise operations on tokens as (B, T), with all rows padded to the same width.
 
     A tensor of tokens is (B, T) if padded and (N,) if packed. A column has one value per row, (B, 1) if padded and (B,)
-    if packed. None of these operations waits for the device.
+    if packed. None of these operations synchronises with the device.
     """
 
     shape: torch.Size
@@ -48,13 +48,13 @@ class PaddedRows:
         return tokens.sum(-1, keepdim=True, dtype=torch.float64)
 
     def min(self, tokens: Tensor) -> Tensor:
-        """Compute the least integer of each row: a column of the same dtype; the dtype's maximum for an empty row."""
+        """Compute each row's minimum, for integers: a column of the same dtype (its maximum for an empty row)."""
         if not self.shape[1]:
             return tokens.new_full((self.count, 1), torch.iinfo(tokens.dtype).max)
         return tokens.amin(-1, keepdim=True)
 
     def max(self, tokens: Tensor) -> Tensor:
-        """Compute the greatest value of each row: a float64 column, -inf for an empty row."""
+        """Compute the maximum of each row: a float64 column, -inf for an empty row."""
         if not self.shape[1]:
             return tokens.new_full((self.count, 1), float("-inf"), dtype=torch.float64)
         return tokens.amax(-1, keepdim=True).double()
@@ -64,25 +64,25 @@ class PaddedRows:
         return column
 
     def equals_previous(self, tokens: Tensor) -> Tensor:
-        """Return bool flags of the tokens whose previous token in the row has the same value."""
+        """Flag the tokens that have the same value as the previous token in the row."""
         same = torch.zeros_like(tokens, dtype=torch.bool)
         same[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
         return same
 
     def cumulative_count(self, flags: Tensor) -> Tensor:
-        """Count, for each token, the flags that are set in its row up to this token, inclusive: int64."""
+        """Compute the running count of set flags in each row, including the current token: int64."""
         return flags.cumsum(-1)
 
     def cumulative_sum(self, tokens: Tensor) -> Tensor:
-        """Sum, for each token, the values of its row up to this token, inclusive: float64."""
+        """Compute the running sum of each row, including the current token: float64."""
         return tokens.cumsum(-1, dtype=torch.float64)
 
     def cumulative_max(self, tokens: Tensor) -> Tensor:
-        """Compute, for each token, the greatest value of its row up to this token, inclusive: float64."""
+        """Compute the running maximum of each row, including the current token: float64."""
         return tokens.double().cummax(-1).values if self.shape[1] else tokens.double()
 
     def previous(self, tokens: Tensor, first: float) -> Tensor:
-        """Return the value of each token's predecessor in its row; ``first`` at the first token."""
+        """Return the value of the previous token in the row; ``first`` for the first token."""
         return torch.nn.functional.pad(tokens, (1, 0), value=first)[:, :-1]
 
     def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,12 +97,12 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The same operations on tokens as (N,), the rows end to end.
+    """The same operations on packed tokens, (N,), whose rows are stored end to end.
 
     Attributes:
         offsets: (B + 1,) integers: the start of each row, then N.
         length: N.
-        like: a nested tensor of the caller.
+        like: one of the caller's nested tensors.
     """
 
     offsets: Tensor
@@ -222,8 +222,8 @@ def detect_layout(**given: Tensor) -> RowLayout:
         if tensor.layout is not torch.jagged or tensor.dim() != 2 or _is_narrowed(tensor):
             raise ValueError(
                 f"{name} is nested with layout {tensor.layout} and {tensor.dim()} dimensions: expected rows of tokens "
-                f"end to end. Pass torch.nested.nested_tensor(list of (T,) tensors, layout=torch.jagged), "
-                f"or {name}.contiguous() if the tensor is narrowed."
+                "stored end to end. Pass torch.nested.nested_tensor(list of (T,) tensors, layout=torch.jagged), or "
+                f"{name}.contiguous() if the tensor is narrowed."
             )
     return _packed_rows(given)
 
@@ -290,9 +290,9 @@ def split_tokens(
 ) -> Iterator[tuple[slice, RowLayout, dict[str, Tensor]]]:
     """Split columns into blocks of whole rows, as tensors of tokens that share the columns' memory.
 
-    A block of nested rows is not nested itself, because nesting can take longer than the computation on the block; if
-    there are several blocks, their layouts cannot return tensors in the layout of the columns. A batch on a device
-    other than a CPU is one block, because cutting nested rows waits for the device.
+    A block of nested rows is not nested itself, because nesting can take longer than the computation on the block. If
+    there are several blocks, results therefore cannot be converted back to nested tensors. A batch on an accelerator is
+    one block, because splitting nested rows synchronises with the device.
 
     Args:
         columns: (B, T) each, or each nested by row.

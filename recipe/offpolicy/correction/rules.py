@@ -16,7 +16,7 @@ _error = partial(SpecError.under, "correction")
 
 
 def check_together(spec: CorrectionParts) -> None:
-    """Reject combinations of parts that count a ratio twice, that never act, or that depend on themselves.
+    """Reject combinations of parts that count a ratio twice, that have no effect, or that are circular.
 
     Raises:
         SpecError: names the keys, their values and the fix.
@@ -51,7 +51,7 @@ def _check_weights(spec: CorrectionParts) -> None:
             "weight",
             spec.weight.to_mapping(),
             "weight applies to every token, so some tokens would be weighted twice.",
-            f"Set correction.weight=null, or correction.weights={{}} and correction.weights.{name}.when on it alone.",
+            f"Set correction.weight=null, or keep one weight: correction.weights={{}}.",
             alongside={f"weights.{name}.when": weight.when},
         )
     for (first, one), (name, other) in itertools.combinations(spec.weights, 2):
@@ -86,7 +86,7 @@ def _check_kl(spec: CorrectionParts) -> None:
 
 
 def _check_support(spec: CorrectionParts) -> None:
-    """Reject parts that need log-probs over the whole vocabulary, and permissions without effect."""
+    """If the support is replayed, reject parts that need the whole vocabulary, and options without effect."""
     if spec.support is None:
         return
     alongside: dict[str, Any] = {"support": spec.support}
@@ -114,7 +114,7 @@ def _check_support(spec: CorrectionParts) -> None:
 
 
 def _list_batch_keys(spec: CorrectionParts) -> dict[str, Any]:
-    """List the keys whose decision is fixed for the whole batch from pi_old, with their values."""
+    """List the keys that need a value computed from pi_old over the whole batch, with their settings."""
     keys: dict[str, Any] = {f"{part}.normalize": True for part, weight in spec.all_weights.items() if weight.normalize}
     keys |= {f"masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
     around = {"denominator": "kept", "baseline": "exclude"}
@@ -158,7 +158,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
             raise _error("kl_clip", clip, reason, alongside=alongside, proposed=recompute)
     if spec.proximal in ("reuse", "loglinear"):
         for key, value in _list_batch_keys(spec).items():
-            reason = "the value is fixed for the batch from pi_old, which is unknown before the gradient step."
+            reason = "its value is computed once per batch from pi_old, but pi_old is unknown before the gradient step."
             fix = f"Set correction.proximal=recompute, or another correction.{key}."
             proposed = recompute if spec.proximal == "reuse" else None
             raise _error(key, value, reason, fix, alongside=alongside, proposed=proposed)
@@ -219,7 +219,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
         )
     elif not levels - {"token", "prefix"}:
         reason = "no part rejects rows, so no sibling would be left out."
-        fix = "Set correction.baseline=include, or add a mask by sequence."
+        fix = "Set correction.baseline=include, or add a sequence-level mask."
     if reason:
         raise _error("baseline", "exclude", reason, fix, proposed={"baseline": "include"})
 
@@ -247,7 +247,7 @@ def _refuse_skyrl(key: str, value: Any, kind: str) -> None:
 
 
 def _check_factors(spec: CorrectionParts) -> None:
-    """Reject age-dependent bounds if another bound always acts first and has the same width at every age."""
+    """Reject age-dependent bounds if a tighter bound with the same width at every age always applies first."""
     for name, part in spec.age_parts.items():
         if part.by_staleness is None:
             continue
@@ -258,8 +258,8 @@ def _check_factors(spec: CorrectionParts) -> None:
             raise _error(
                 key,
                 value,
-                "pi_old is mu, so the base loss clips pi / mu, including staleness, at the same bounds for every "
-                "age, and never reaches bounds that widen with age.",
+                "pi_old is mu, so the base loss clips pi / mu at the same bounds for every age, and bounds that "
+                "widen with age have no effect.",
                 f"Set correction.proximal=recompute, or correction.{key}=null.",
                 alongside={"proximal": spec.proximal},
                 proposed={"proximal": "recompute"},
@@ -318,7 +318,7 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
     by_token = spec.all_weights | {f"masks.{name}": mask for name, mask in spec.masks if centers_mask(mask)}
     for name, part in by_token.items():
         if part.when != "any":
-            found[f"{name}.when"] = part.when, "C has one factor for all tokens, whatever the advantage and the turn."
+            found[f"{name}.when"] = part.when, "C has one factor for all tokens, regardless of advantage and turn."
         if part.by_staleness is not None:
             found[f"{name}.by_staleness"] = list(part.by_staleness), "C has one pair of bounds for all ages."
     around = {

@@ -161,7 +161,7 @@ def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_outside_its_part(mapping: Mapping[str, Any]) -> None:
-    """Reject a part's key outside the part, such as ``masks.upper`` or ``gsm.upper``; the error names the part."""
+    """Reject a part's key outside that part, such as ``masks.upper`` or ``gsm.upper``; the error names the part."""
     sections = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
     named = {f"{section}.{name}": part for section, parts in sections.items() for name, part in parts.items()}
     parts = {"weight": mapping.get("weight")} | named
@@ -210,7 +210,7 @@ def _read_whole_weight(value: Any) -> WeightSpec | None:
 
 def _read_named_weight(mapping: Mapping[str, Any], key: str) -> WeightSpec:
     if mapping.get("when", "???") == "???":
-        fix = f"Set {key}.when=negative, positive or any: the advantages of the tokens that it weights."
+        fix = f"Set {key}.when=negative, positive or any, to select the tokens that it weights by their advantage."
         proposed = {"when": "negative"}
         raise SpecError.under(key, "when", "???", "this key is not set and has no default.", fix, proposed=proposed)
     return read_weight(mapping, key)
@@ -304,7 +304,7 @@ def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[
 
 
 def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
-    """Build a copy of the spec with these bounds, keyed by mask name; ``WEIGHT`` stands for the weight.
+    """Build a copy of the spec with these bounds, keyed by mask name; the key ``WEIGHT`` sets the weight's bounds.
 
     Raises:
         KeyError: the spec has no such part.

@@ -6,7 +6,7 @@ the second stage's log(pi/pi_old), so OPSM costs one additional sum per step. Sh
 through both stages too, without changing the gradient.
 
 Tensors are (B, T), or nested by row with layout ``torch.jagged``, all in the same layout. Nested tensors are processed
-without padding, and the results are nested too. Nothing waits for the device if ``constants`` are given.
+without padding, and the results are nested too. If ``constants`` are given, no call synchronises with the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WEIGHT = ("weight/mean", "weight/ess", "weight/truncated_share")
 
 @dataclass(frozen=True)
 class RolloutStage:
-    """Decisions from mu and pi_old; each property is in the layout of the given tensors: (B, T), or nested by row.
+    """Decisions from mu and pi_old. Each property has the layout of the given tensors, padded (B, T) or nested by row.
 
     Attributes:
         spec: the correction; the step stage must use the same correction.
@@ -66,7 +66,7 @@ class RolloutStage:
 
     @property
     def keep(self) -> Tensor:
-        """Bool, False for tokens on which nothing is decided, or that a part rejects without pi or advantages."""
+        """Bool, False for tokens that a part rejects without pi or advantages, and outside the decided tokens."""
         return self.rollout.rows.to_given_layout(self.decisions.keep)
 
     @property
@@ -77,7 +77,7 @@ class RolloutStage:
 
 @dataclass(frozen=True)
 class StepStage:
-    """Weights and kept tokens of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
+    """Weights and kept tokens of one gradient step, in the layout of the given tensors, padded (B, T) or nested by row.
 
     Attributes:
         weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 outside the response mask.
@@ -111,8 +111,8 @@ def rollout_stage(
         constants: constants of the batch to which these rows belong; None: these rows are the whole batch.
         measure: ``all`` statistics, ``decisions`` for only the statistics of weights and kept tokens, or ``nothing``;
             applies to both stages.
-        alongside: measured stage of another correction for the same columns; results that do not depend on the
-            correction are reused.
+        alongside: stage of another correction for the same columns, computed with statistics; results that do not
+            depend on the correction are reused.
         columns: see ``decisions.Columns``.
 
     Raises:
@@ -160,14 +160,16 @@ def _read_columns(columns: Columns) -> tuple[RowLayout, dict[str, Tensor], Tenso
     for name, column in (("segment_ids", columns.get("segment_ids")), ("versions", columns.get("versions"))):
         if column is not None:
             if column.dtype == torch.bool or column.is_floating_point():
-                raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number per unit.")
+                raise ValueError(
+                    f"{name} has dtype {column.dtype}: expected integers that are equal for all tokens of a unit."
+                )
             given[name] = column
     by_row = None
     if staleness is not None and staleness.dim() == 2:
         given["staleness"] = staleness
     elif staleness is not None:
         if staleness.shape != (rows.count,):
-            raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
+            raise ValueError(f"staleness has shape {tuple(staleness.shape)}: expected (B,), here {(rows.count,)}")
         by_row = staleness
     detect_layout(**given)
     return rows, {name: rows.tokens(column) for name, column in given.items()}, by_row

@@ -37,8 +37,8 @@ class Reduction(Enum):
 
 _EXTREMES: Final = (Reduction.MIN, Reduction.MAX)
 _LEAST_SQUARE: Final = 2.0**-40
-"""Mean square of weights up to which the effective sample size is NaN, because moments about 1 are rounded to 2^-52 per
-weight."""
+"""The effective sample size is NaN if the mean square of the weights is at most this value, because moments about 1 are
+rounded to 2^-52 per weight."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[
 class FlatStatistics(Mapping[str, Statistic]):
     """Statistics by name, stored in only two plain objects regardless of their number: a layout and the numbers.
 
-    They are sent in this form because with separate objects for the statistics of all ranks, garbage collection would
-    take longer than the computation. A layout is read only once, because ranks and steps usually share it.
+    Separate objects for the statistics of all ranks would make garbage collection slower than the computation itself. A
+    layout is unpickled only once, because ranks and steps usually share it.
 
     Attributes:
         layout: the pickled statistics without their parts, and the position of each part among the numbers.

@@ -2,10 +2,9 @@
 
 ``statistics`` defines each statistic. Everything is summed in float64, over the original response mask.
 
-On long rows, the creation of tensors with one value per token dominates the cost, so each log-ratio is exponentiated
-once, and counts by length, sign and staleness are computed from row sums. On short rows, the number of operations
-determines the cost. Boolean masks are used as numbers, because on CPUs torch is much slower at boolean selection than
-at arithmetic.
+On long rows, creating tensors with one value per token dominates the cost, so each log-ratio is exponentiated once, and
+counts by length, sign and staleness are computed from row sums. On short rows, the number of operations determines the
+cost. Boolean masks are used as numbers, because on CPUs torch is much slower at boolean selection than at arithmetic.
 
 For "tensor of tokens" and "column" see ``row_layout.RowLayout``.
 """
@@ -26,7 +25,7 @@ from .token_sample import TokenSample, to_float64
 from .weights import AppliedWeight
 
 Measure = Literal["all", "decisions", "nothing"]
-"""All statistics, only the statistics of weights and kept tokens, or no statistics."""
+"""What to measure: all statistics, only the statistics of weights and kept tokens, or nothing."""
 
 _GEOMETRIC: Final = (math.log(0.99), math.log(1.01))
 _PRODUCT: Final = (math.log(0.5), math.log(2.0))
@@ -185,7 +184,7 @@ def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Mo
 
     Args:
         weighed: None if no weight is configured and all weights are 1.
-        ratio: moments of the weighted ratio, per token; None leaves the raw weight out.
+        ratio: moments of the weighted ratio, per token; None: the raw weight is not measured.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -238,7 +237,7 @@ def measure_weights_by_sign(
     applied_above, raw_above = nothing, nothing
     outside = torch.zeros_like(sample.count)
     for one in weighed:
-        assert one.at is not None, "measure_weight measures a weight that applies to every token"
+        assert one.at is not None, "this weight applies to every token: use measure_weight instead"
         applied = one.weight.double() if one.drop is None else one.weight.double() * ~one.drop
         applied_above = torch.where(one.at, applied - 1, applied_above)
         outside = outside + _out_of_bounds(one, one.at)
@@ -334,7 +333,7 @@ def measure_keep(
 
 
 def _of_tokens(sample: TokenSample, above: Tensor) -> Moments:
-    """Compute the moments of one weight per valid token from ``above``, the weight minus 1: float64, 0 elsewhere."""
+    """Compute the moments of one weight per valid token; ``above`` is the weight minus 1 in float64, 0 elsewhere."""
     return Moments(above.sum(), _square(above), sample.count, *sample.min_and_max(above))
 
 
@@ -371,7 +370,7 @@ def _out_of_bounds(weighed: AppliedWeight, valid: Tensor) -> Tensor:
 
 
 def _not_finite(sample: TokenSample, *values: Tensor) -> tuple[Tensor, ...]:
-    """Count the values of each tensor that are not finite where the mask is true: x - x is 0 or NaN."""
+    """Count each tensor's non-finite values where the mask is true; x - x is NaN for these values, and 0 otherwise."""
     table = torch.stack([one.detach().flatten() for one in values])
     lost = (table - table).nan_to_num_(1.0) * sample.mask.flatten().view(torch.uint8)
     return lost.sum(1, dtype=torch.float64).unbind()

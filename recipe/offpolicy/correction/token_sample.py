@@ -26,8 +26,7 @@ class RowGroups:
     members: Tensor
 
     def sum_columns(self, columns: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Sum columns by group; returns group -> name of a column -> its sum over the rows of the group, 0-dim
-        float64."""
+        """Sum columns by group; returns group -> column name -> sum over the rows of the group, 0-dim float64."""
         values = _matrix(list(columns.values()), self.members.shape[1])
         sums = iter((self.members @ values.T).flatten().unbind())
         return {group: {name: next(sums) for name in columns} for group in self.names}

@@ -56,16 +56,16 @@ class Units:
     """A partition of each row's tokens; at level ``prefix``, a unit is a token with all valid tokens before it.
 
     Values per unit are a column for level ``sequence`` (see ``RowLayout``), otherwise a tensor of tokens: a row of T
-    tokens has at most T units, and reading the exact number on the host would wait for the device. Units without a
-    valid token sum to 0.
+    tokens has at most T units, and reading the exact number on the host would synchronise with the device. Units
+    without a valid token sum to 0.
 
     Attributes:
         valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.
-        index: int64 in the same shape, position along the last dimension of the value of each token's unit; None for
-            levels ``token`` and ``sequence``.
+        index: int64 in the same shape, position (along the last dimension) at which the value of each token's unit is
+            stored; None for levels ``token`` and ``sequence``.
         level: kind of unit.
         rows: layout of the tokens.
-        ages: float64 in the shape of ``valid``, versions of the weights since each token was sampled; None: unknown.
+        ages: float64 in the shape of ``valid``, number of weight versions since each token was sampled; None: unknown.
     """
 
     valid: Tensor
@@ -113,7 +113,7 @@ class Units:
         return values.gather(-1, self.index)
 
     def least_before(self, values: Tensor) -> Tensor:
-        """Compute for each token the least value, at most 0, of the valid tokens before it in its row; float64."""
+        """Compute for each token the minimum of 0 and the values of all valid tokens before it in its row; float64."""
         below = torch.where(self.valid, values.double(), 0.0).clamp(max=0)
         return -self.rows.previous(self.rows.cumulative_max(-below), 0.0)
 
@@ -124,7 +124,7 @@ class Units:
 
     @property
     def sharing(self) -> Tensor:
-        """Number of valid tokens to which the unit's value applies, float64: the whole unit's, or 1 for a prefix."""
+        """Number of valid tokens to which the unit's value applies, float64: the unit's tokens, or 1 for a prefix."""
         return self.valid.double() if self.level == "prefix" else self.tokens
 
     @property
@@ -149,10 +149,10 @@ class Units:
         return self._known["oldest"]
 
     def scale_limit(self, limit: float, factors: Sequence[float] | None, power: float | None) -> Tensor | float:
-        """Multiply a log bound by the factor of each unit's age, or by its number of tokens to the power ``power``.
+        """Multiply a log bound by each unit's factor for its age, or by its token count to the power ``power``.
 
         Returns:
-            float32, as in comparisons, one per unit; the limit itself if it is infinite or nothing scales it.
+            One float32 per unit, because comparisons are in float32; the limit itself if it is infinite or not scaled.
         """
         if abs(limit) == math.inf:
             return limit
@@ -178,9 +178,10 @@ def partition_units(
 
     Args:
         valid: (B, T) bool, or (N,) packed.
-        ids: integers in that shape for ``turn`` and ``version``: tokens of a row with the same id form a unit.
+        ids: integers in the shape of ``valid``, for ``turn`` and ``version``: tokens of a row with the same id form a
+            unit.
         rows: layout of the tokens; None: padded.
-        ages: in that shape, for parts that decide by age.
+        ages: in the shape of ``valid``, for parts that depend on age.
 
     Example:
         >>> partition_units("sequence", torch.tensor([[True, True, False]]), None).tokens.tolist()
@@ -208,7 +209,7 @@ def turns(response_mask: Tensor) -> Tensor:
 
 
 def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
-    """Find the position of each token's unit: a row's units follow its first position in the order of their ids."""
+    """Find the position of each token's unit. The units of a row are stored from its first position, ordered by id."""
     # A token starts a unit if its id differs from the previous id once the row is sorted by id. Tokens that are not
     # valid join the unit of id 0, to which they add nothing, so their ids do not matter.
     ordered, order = rows.sort(ids * valid)
@@ -247,9 +248,11 @@ def find_applicable(
         return torch.ones_like(valid[..., :1])
     if part.when == "post_tool":
         if turns is None:
-            raise ValueError("when=post_tool needs segment_ids to know the turns. Pass segment_ids as (B, T) integers.")
+            raise ValueError(
+                "when=post_tool needs segment_ids to find the turn boundaries. Pass segment_ids as (B, T) integers."
+            )
         return turns > 0
-    assert advantages is not None, "a part that selects by the sign of advantages needs them"
+    assert advantages is not None, "a part that selects tokens by the sign of their advantages needs advantages"
     value = torch.where(valid, advantages.detach(), 0.0)
     if part.sign == "row":
         rows = detect_layout(valid=valid) if rows is None else rows

@@ -36,7 +36,7 @@ def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[s
     The error proposes ``fix``; if the value is null or false, the error explains how to switch the key off.
 
     Args:
-        off: the value that switches the key off; by default the key is removed.
+        off: the value that switches the key off; by default, the error proposes to remove the key.
 
     Example:
         >>> require_mapping({"level": "token"}, "correction.weight", "Remove it.")
@@ -115,7 +115,7 @@ def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key:
         raise SpecError(reason, fix, key=f"{key}.level", value=_MISSING)
     example = "tis_token or tis_sequence" if kind == "weight" else "gsm"
     raise SpecError(
-        f"{given or 'this'} belongs to no chosen {kind}: {', '.join(left_open)} are not set.",
+        f"{given or 'this key'} does not belong to any chosen {kind}: {', '.join(left_open)} are not set.",
         f"Choose an option that has this {kind}, such as {example}, in correction=[...]; or set all of its keys.",
         key=key,
         value=dict(mapping),
@@ -187,7 +187,7 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
 
 
 def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | None:
-    """Read ``by_staleness``: the factors of |log bound| at age 0, 1, ...; None if it is left out or null.
+    """Read ``by_staleness``: the factors that multiply |log bound| at age 0, 1, ...; None if it is left out or null.
 
     Example:
         >>> read_factors({"by_staleness": [1, 1.5]}, "correction.weight")
@@ -209,7 +209,7 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
 
 
 def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
-    """Read ``by_position``: |log bound| is multiplied by t to this power at the t-th token; None if it is left out.
+    """Read ``by_position``: t to this power multiplies |log bound| at the t-th token; None if it is left out.
 
     Example:
         >>> read_power({"by_position": 0.5, "level": "prefix"}, "correction.weight")
@@ -222,7 +222,9 @@ def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
         reason = "expected a power of the token's position, in [-1, 1] and not 0."
         raise SpecError.under(key, "by_position", power, reason, proposed={"by_position": 0.5})
     if mapping.get("level") != "prefix":
-        raise SpecError.under(key, "by_position", power, "read only at level prefix.", proposed={"level": "prefix"})
+        raise SpecError.under(
+            key, "by_position", power, "this key is read only at level prefix.", proposed={"level": "prefix"}
+        )
     return power
 
 
@@ -329,7 +331,7 @@ def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, 
 
 
 def check_metric_name(name: str, key: str, mask: Any = None) -> str:
-    """Check that a name can be part of a metric's name: verl reduces metrics by the substrings "min" and "max".
+    """Check that a name can be part of a metric's name, whose substrings "min" and "max" select verl's reduction.
 
     Args:
         mask: the value under this name, as given.
@@ -352,7 +354,7 @@ def check_metric_name(name: str, key: str, mask: Any = None) -> str:
 
 
 def rename_for_metrics(name: str) -> str:
-    """Replace the substrings "min" and "max", by which verl reduces metrics.
+    """Replace the substrings "min" and "max", which would change how verl reduces a metric.
 
     Example:
         >>> rename_for_metrics("paper/minpro")

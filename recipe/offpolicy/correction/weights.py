@@ -36,7 +36,7 @@ class WeightSpec(Part):
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
         normalize: divide by the mean over the whole batch: over tokens at token level, otherwise over rows, turns or
             versions. Rejected weights count as 0.
-        by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
+        by_staleness: factors that multiply |log bound| depending on age, see ``MaskSpec.by_staleness``.
         power, rate: k and lambda of kind ``gamma``, > 0; None for the other kinds.
         by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; only at level
             prefix.
@@ -131,7 +131,8 @@ def apply_bounds(spec: WeightSpec, raw: Tensor, bounds: tuple[Bound, Bound] | No
     Args:
         bounds: from ``choose_bounds``, in the shape and dtype of ``raw``; None: the bounds of ``spec``.
 
-    Yao et al. 2025 truncate by token, Liu et al. 2025 by sequence; SkyRL ships the caps 2.0 and 5.0.
+    Yao et al. 2025 truncate the weights of tokens, and Liu et al. 2025 those of sequences. SkyRL uses the caps 2.0 and
+    5.0.
 
     Example:
         >>> apply_bounds(WeightSpec("token", "clip", 0.5, 2.0), torch.tensor([0.1, 1.0, 3.0])).tolist()

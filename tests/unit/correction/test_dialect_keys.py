@@ -121,7 +121,7 @@ def test_weights_of_the_kl_term() -> None:
     trl = CorrectionSpec.from_trl({"beta": 0.04, "use_bias_correction_kl": True, "use_vllm": False})
     assert trl.kl_weight is not None
     assert (trl.kl_weight.ratio, trl.kl_weight.upper, trl.weight) == ("ppo", None, None)
-    with pytest.raises(SpecError, match="use_bias_correction_kl=null: the default"):
+    with pytest.raises(SpecError, match="use_bias_correction_kl=null: beta adds"):
         CorrectionSpec.from_trl({"beta": 0.04})
     nemo = CorrectionSpec.from_peer("nemo_rl", {"use_on_policy_kl_approximation": True})
     assert nemo.kl_weight is not None

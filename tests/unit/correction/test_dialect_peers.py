@@ -310,7 +310,7 @@ def test_open_instruct(fields: dict[str, Any], expected: list[float]) -> None:
 
 def test_open_instruct_with_vllms_log_probs() -> None:
     assert CorrectionSpec.from_peer("open_instruct", {"use_vllm_logprobs": True}) == CorrectionSpec(proximal="bypass")
-    with pytest.raises(SpecError, match="open-instruct then rejects a correction"):
+    with pytest.raises(SpecError, match="open-instruct rejects any correction"):
         CorrectionSpec.from_peer("open_instruct", {"use_vllm_logprobs": True, "use_rho_correction": True})
 
 

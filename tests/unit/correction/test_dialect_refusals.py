@@ -39,7 +39,7 @@ def reject(options: Any, threshold: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "areal": [
-        ({"rejection_sampling": {}, "use_decoupled_loss": False}, "actor.rejection_sampling={}: AReaL reads it only"),
+        ({"rejection_sampling": {}, "use_decoupled_loss": False}, "actor.rejection_sampling={}: AReaL reads this key only"),
         (areal(metric="kl_k3"), "actor.rejection_sampling.metric=kl_k3: AReaL computes k3 of behave / prox"),
         (areal(metric="kl_k2", action="clamp"), "actor.rejection_sampling.action=clamp"),
         (areal(level="sequence", agg="sum", action="clamp"), "actor.rejection_sampling.agg=sum"),
@@ -56,7 +56,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (IS | {TYPE: "icepop", RATIO: 2.0}, f"loss_fn.{RATIO}_min=null"),
         (
             {"loss_fn": IS | {TYPE: "icepop", RATIO: 2.0, f"{RATIO}_min": 0.5}, ROW_LIMIT: 2.0},
-            "grpo.seq_logprob_error_threshold=2.0: the rows that this key drops are not counted",
+            "grpo.seq_logprob_error_threshold=2.0: NeMo-RL's denominator excludes the rows",
         ),
         (IS | {f"{RATIO}_max": 2.0}, f"loss_fn.{RATIO}_max=2.0: unknown key"),
     ],

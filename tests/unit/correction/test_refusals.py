@@ -112,7 +112,7 @@ PREFIXES_AND_AGES: list[Row] = [
     (of_rows("k3_mean", None, 0.1, level="prefix", by_position=0.5), f"{M}by_position=0.5", "no log to multiply"),
     (of_rows("binary_tv_sum", None, 2.0, level="prefix"), f"{M}upper=2.0", "first token"),
     *(
-        (named(**STALE | {key: value}), f"{M}{key}=", "An age has only the bound upper")
+        (named(**STALE | {key: value}), f"{M}{key}=", "only the bound upper can be set")
         for key, value in {"ratio": "rollout", "lower": None}.items()
     ),
     *((named(**STALE | {"upper": bad}), f"{M}upper=", f"Set {M}upper=4") for bad in (-1, 2.5, None, True, math.nan)),
@@ -196,7 +196,7 @@ TOGETHER: list[Row] = [
             weight(level="sequence"),
         )
     ),
-    (mask(level="token") | EXCLUDE, "correction.baseline=exclude", "a mask by sequence"),
+    (mask(level="token") | EXCLUDE, "correction.baseline=exclude", "a sequence-level mask"),
     *(
         (part | SKYRL, "correction.skyrl_compat=true", said)
         for part, said in (

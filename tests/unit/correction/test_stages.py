@@ -55,9 +55,9 @@ def test_a_level_without_its_ids(level: str, name: str) -> None:
     """The other level's ids do not help."""
     other = {"turn": "versions", "version": "turns"}[level]
     for correction in (spec(m=band(0.9, 1.1, level=level)), spec(TIS | {"level": level, "normalize": True})):
-        with pytest.raises(ValueError, match=rf"level={level} without {name}.*Pass {name}.*level=sequence"):
+        with pytest.raises(ValueError, match=rf"level={level} needs {name}.*Pass {name}.*level=sequence"):
             first_stage(correction, mu=[[0.0]], old=[[0.0]])
-        with pytest.raises(ValueError, match=rf"level={level} without {name}"):
+        with pytest.raises(ValueError, match=rf"level={level} needs {name}"):
             first_stage(correction, mu=[[0.0]], old=[[0.0]], **{other: [[0]]})
 
 
@@ -101,7 +101,7 @@ def test_units_are_numbered_by_integers(name: str, dtype: torch.dtype) -> None:
     zeros = torch.zeros(1, 2)
     rows: dict[str, Any] = dict(old_log_prob=zeros, rollout_log_prob=zeros, response_mask=torch.ones(1, 2))
     rows[name] = torch.zeros(1, 2, dtype=dtype)
-    with pytest.raises(ValueError, match=f"{name} of dtype {dtype}: expected integers"):
+    with pytest.raises(ValueError, match=f"{name} has dtype {dtype}: expected integers"):
         rollout_stage(spec(TIS), **rows)
 
 

@@ -168,7 +168,7 @@ def test_a_bound_alone_is_answered_by_the_options_that_have_one(mapping: dict[st
     problem = refused(mapping)
     assert problem is not None
     assert problem.overrides == ()
-    assert "belongs to no chosen" in problem.reason
+    assert "does not belong to any chosen" in problem.reason
     assert problem.fix.startswith("Choose an option that has this ")
 
 

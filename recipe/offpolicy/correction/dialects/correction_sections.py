@@ -1,4 +1,4 @@
-"""Converters of frameworks whose corrections have a section of their own: AReaL, OpenRLHF and ROLL."""
+"""Converters for frameworks that configure corrections in a separate section: AReaL, OpenRLHF and ROLL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _convert_areal(options: Options) -> dict[str, Any]:
         for key in (*corrections, "actor.m2_threshold"):
             if key in corrections or options[key] is not None:
                 fix = "Set actor.use_decoupled_loss=true."
-                raise options.refuse(key, "AReaL reads it only with use_decoupled_loss.", fix)
+                raise options.refuse(key, "AReaL reads this key only with use_decoupled_loss.", fix)
         return {"proximal": "recompute" if options.flag("actor.recompute_logprob") else "bypass"}
     plain: dict[str, Any] = {"proximal": "recompute"}
     if method == "loglinear":
@@ -51,7 +51,7 @@ def _convert_areal(options: Options) -> dict[str, Any]:
 
 
 def _list_corrections(options: Options) -> dict[str, Options]:
-    """List the configured rejections as ``rejection_sampling``, whose keys have had three names in AReaL."""
+    """List the configured rejections in the format of ``rejection_sampling``; AReaL has renamed these keys twice."""
     found: dict[str, Mapping[str, Any]] = {}
     if options.has_section(_AREAL):
         if options[f"{_AREAL}.upper"] is None:
@@ -112,7 +112,7 @@ def _bound_divergence(options: Options, metric: str, level: str, agg: str) -> di
     how = "sum" if level == "token" else agg
     if metric == "binary_kl":
         if level == "sequence":
-            reason = "there is no aggregate here for the sum or the mean, over a row, of the greater of two binary KLs."
+            reason = "no aggregate here computes the sum or mean over a row of the larger of two binary KLs."
             raise options.refuse(f"{_AREAL}.level", reason, f"Set {_AREAL}.level=token.")
         return build_mask(level, metric, lower, upper)
     if metric == "kl_k2":
@@ -151,7 +151,7 @@ AREAL: Final = Peer(
         ),
         "actor.use_m2po_loss": (
             (False, None),
-            "not a known key of AReaL 1.0.0 to 1.0.4, where M2PO is actor.m2_threshold.",
+            "AReaL 1.0.0 to 1.0.4 have no such key; their key for M2PO is actor.m2_threshold.",
         ),
     },
     plain=words(
@@ -172,16 +172,17 @@ AREAL: Final = Peer(
 )
 """AReaL's rules.
 
-* Without ``use_decoupled_loss``, pi_old is mu, or comes from a forward pass with ``recompute_logprob``, and there is no
-  weight.
+* Without ``use_decoupled_loss``, there is no weight, and pi_old is mu, or the result of a forward pass if
+  ``recompute_logprob`` is set.
 * ``rejection_sampling`` weights each token by prox / behave, or, at level sequence with metric ratio, each row by its
-  geometric mean. ``mask`` rejects and leaves that weight unchanged, whereas ``clamp`` bounds the weight.
-  ``behave_imp_weight_cap`` and ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as
-  equivalents.
-* ``kl_k1`` is log r in AReaL, so its bounds change sides. ``kl_k3`` is the k3 of 1 / r, for which there is no aggregate
-  here. ``binary_kl``, which comes from a branch, is KPop's and works only per token.
+  geometric mean. ``mask`` drops tokens or rows and leaves all weights unchanged, whereas ``clamp`` bounds the weight.
+  The older keys ``behave_imp_weight_cap`` and ``_mode`` (1.0.1 to 1.0.3) and ``behav_imp_weight_cap`` (1.0.0) are
+  converted to ``rejection_sampling``.
+* ``kl_k1`` is log r in AReaL but -log r here, so its bounds are negated and swapped. ``kl_k3`` is the k3 of 1 / r, for
+  which there is no aggregate here. ``binary_kl`` exists only in a branch of AReaL; it is KPop's divergence and works
+  only per token.
 
-AReaL replaces a log-ratio that is not finite with 0; here the token is excluded from the loss.
+AReaL replaces a non-finite log-ratio with 0, whereas this package excludes the token from the loss.
 """
 
 _IS: Final = "algo.advantage.is_correction_"
@@ -241,7 +242,7 @@ def _convert_openrlhf(options: Options) -> dict[str, Any]:
 def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> dict[str, Any]:
     level, mode, gating = rule
     if mode == "clip" and (level, gating) != ("token", "ratio"):
-        reason, fix = "OpenRLHF clips only the ratio of tokens.", f"Set {_IS}mode=mask."
+        reason, fix = "OpenRLHF clips only per-token ratios.", f"Set {_IS}mode=mask."
         raise SpecError(reason, fix, key=f"{_IS}mode", value="clip")
     by_token = build_weight("token", None, None)
     if gating == "ratio":
@@ -257,7 +258,7 @@ def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> d
     elif gating == "binary_kl":
         mask = build_mask("token", "binary_kl_forward", None, high)
     elif level == "seq":
-        reason = "there is no aggregate here for the mean of |p_old - p_mu|, because binary_tv_mean has signs."
+        reason = "no aggregate here computes the mean of |p_old - p_mu|; binary_tv_mean averages signed differences."
         raise SpecError(reason, key=f"{_IS}gating", value=gating)
     else:
         mask = build_mask("token", "binary_tv", -high, high)
@@ -292,8 +293,8 @@ OPENRLHF: Final = Peer(
 """OpenRLHF's rules, on pi_old / mu.
 
 * 0.11.2: ``is_correction_level`` token or seq, ``_mode`` mask or clip, ``_gating`` ratio, binary_kl or tv. ``clip``
-  bounds the weights of tokens. ``mask`` drops the tokens or sequences outside the bounds and leaves the token weights
-  of the rest unchanged.
+  bounds the weights of tokens. ``mask`` drops the tokens or sequences outside the bounds and leaves the weights of all
+  other tokens unchanged.
 * Earlier releases (until 0.10.1 their keys begin with ``vllm_is_``): ``_type`` tis means token and clip, icepop means
   token and mask, and seq-mask-tis means seq and mask.
 * OpenRLHF corrects only under ``actor.policy_loss_type=ppo``; under ``gspo`` the loss's own ratio becomes pi / mu.
@@ -333,7 +334,7 @@ def _convert_roll(options: Options) -> dict[str, Any]:
     for key in _VARIANTS:
         if (variant := options[key]) not in (None, "vanilla", "ppo", "cispo"):
             nearest = {"topr": "paper/topr", "kimi15": "log_ratio_penalty"}.get(str(variant))
-            fix = f"The nearest option is correction={nearest}, on pi / mu." if nearest else ""
+            fix = f"The nearest option is correction={nearest}, which uses pi / mu." if nearest else ""
             raise options.refuse(key, "this option weights by pi / pi_old, and no weight here uses that ratio.", fix)
     if options.flag(f"{_WEIGHT}.enabled"):
         if not options.flag(f"{_WEIGHT}.detach"):
@@ -355,7 +356,9 @@ def _convert_filter(source: Any, place: int, where: str) -> dict[str, Any]:
     if isinstance(source, Mapping):
         check_known_keys(source, _FILTER, where)
         if source and "enabled" not in source:
-            raise SpecError("ROLL does not apply it.", "Set it to true, or to false.", key=f"{where}.enabled")
+            raise SpecError(
+                "ROLL ignores a filter without this key.", "Set it to true or false.", key=f"{where}.enabled"
+            )
         given = {key: source[key] for key in _FILTER if key in source}
     else:
         given = {key: getattr(source, key) for key in _FILTER if hasattr(source, key)}
@@ -413,8 +416,8 @@ ROLL: Final = Peer(
 )
 """ROLL's rules.
 
-``segment`` is the mean over a turn. By default, without ``enable_old_logprobs_recompute``, pi_old is the current
-policy. ROLL removes filtered tokens from the response mask, and therefore also from KL and denominators; here they are
-removed only from the policy term. The values vanilla, ppo and cispo of ``pg_variant`` are policy losses, which are set
-by verl's own keys.
+``segment`` is the mean over a turn. Unless ``enable_old_logprobs_recompute`` is set, pi_old is the current policy. ROLL
+removes filtered tokens from the response mask, and therefore also from KL and denominators; here they are removed only
+from the policy term. The values vanilla, ppo and cispo of ``pg_variant`` are policy losses; set them with verl's own
+keys.
 """

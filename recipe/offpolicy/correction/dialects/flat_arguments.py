@@ -1,4 +1,4 @@
-"""Converters of frameworks whose corrections are flat arguments: ms-swift, open-instruct, slime, miles and TRL."""
+"""Converters for frameworks with flat arguments: ms-swift, open-instruct, slime, miles and TRL."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _convert_ms_swift(options: Options) -> dict[str, Any]:
         in_reward = options.flag("kl_in_reward")
     if (options["beta"] is None or options.number("beta")) and not in_reward:
         reason = (
-            "ms-swift also multiplies the KL term by weights and masks, which kl_weight cannot express; the default "
-            "is 0.1."
+            "ms-swift also multiplies the KL term by weights and masks, which kl_weight cannot express; beta is 0.1 "
+            "by default."
         )
         raise options.refuse("beta", reason)
     return {"weight": weight, "masks": masks}
@@ -87,11 +87,11 @@ def _convert_open_instruct(options: Options) -> dict[str, Any]:
     of_mu, corrects, by_row, by_divergence = map(options.flag, names)
     newer = [key for key in options.given if key.startswith(("rho_", "use_rho_"))]
     if _OLD in options.given and newer:
-        reason = f"this is the key that 0.2.0 uses for {min(newer)}."
+        reason = f"open-instruct 0.2.0 uses this key for {min(newer)}."
         raise options.refuse(_OLD, reason, "Give the keys of one release.")
     if of_mu:
         if (corrects and "use_rho_correction" in options.given) or options[_OLD]:
-            reason = "pi_old is mu, and open-instruct then rejects a correction."
+            reason = "if pi_old is mu, open-instruct rejects any correction."
             raise options.refuse("use_vllm_logprobs", reason, "Set it to false, or switch the correction off.")
         return {"proximal": "bypass"}
     plain: dict[str, Any] = {"proximal": "recompute", "masks": {}}
@@ -118,7 +118,7 @@ def _convert_open_instruct(options: Options) -> dict[str, Any]:
 
 _ICEPOP: Final = (
     (False, None),
-    "not a known key of open-instruct 0.2.0 to 0.3.0; set rho_mask_lower_bound and _upper_bound.",
+    "open-instruct 0.2.0 to 0.3.0 have no such key; set rho_mask_lower_bound and _upper_bound.",
 )
 
 OPEN_INSTRUCT: Final = Peer(
@@ -155,7 +155,7 @@ OPEN_INSTRUCT: Final = Peer(
 )
 """open-instruct's rules; a bound of 0 means no bound.
 
-rho is clamped as a weight, and tokens outside the mask's bounds are dropped; with ``rho_mask_sequence_level`` the
+The clamped rho is the weight, and tokens outside the mask's bounds are dropped. With ``rho_mask_sequence_level``, the
 weight and the mask use the row's geometric mean. With ``rho_mask_tv_divergence`` (VACO) the bounds are on the row's
 mean of |rho - 1|, twice our ``tv_mean``, and tokens whose update moves the policies closer together are kept.
 open-instruct clamps log-ratios to +-10; here they are clamped to +-20. With ``use_vllm_logprobs``, pi_old is mu, and
@@ -202,16 +202,16 @@ def _convert_common(options: Options) -> dict[str, Any]:
     bypass, tis, path = flags["use_rollout_logprobs"], flags["use_tis"], options["custom_tis_function_path"]
     name = str(path).rpartition(".")[2].rpartition(":")[2]
     of_mis = name.startswith("compute_mis_weights")
-    # If only get_mismatch_metrics is set, a weight function is called too, and only the function in mis.py leaves the
-    # loss unchanged.
+    # get_mismatch_metrics alone also calls a weight function, and only the function in mis.py leaves the loss
+    # unchanged.
     tis |= flags["get_mismatch_metrics"] and path is not None and not of_mis
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
     of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
     if of_file and (tis or options["use_rs"]) and not (tis and of_mis):
         fix = "Set use_tis=true, and set custom_tis_function_path to its compute_mis_weights_with_cp."
-        raise options.refuse(of_file[0], "only mis.py reads it, with use_tis.", fix)
+        raise options.refuse(of_file[0], "only mis.py reads this key, and only if use_tis is set.", fix)
     if bypass and tis:
-        reason = "in this framework, pi_old is then mu, and a weight would count its ratio twice or be 1."
+        reason = "with use_rollout_logprobs, pi_old is mu, so a weight would be 1 or would count its ratio twice."
         raise options.refuse("use_tis", reason, "Set use_rollout_logprobs=false.")
     if tis and (path is None or name.startswith("icepop")):
         bounds = options.bound("tis_clip_low", zero_opens=True), options.bound("tis_clip")
@@ -291,7 +291,7 @@ SLIME: Final = Peer(
     convert=_convert_slime,
     unsaid={
         "mask_offpolicy_in_partial_rollout": _STALE,
-        "custom_config_path": ((None,), "the file may set arguments, and is not read here: pass them with the others."),
+        "custom_config_path": ((None,), "the file may set arguments, but is not read here: pass them directly."),
         "custom_loss_function_path": ((None,), "the effect of a custom loss is unknown."),
     },
     elsewhere=words(
@@ -343,7 +343,7 @@ def _convert_trl(options: Options) -> dict[str, Any]:
     plain: dict[str, Any] = {"weight": _convert_trl_weight(options) if corrects else None, "masks": {}}
     if options.choice("loss_type", *_LOSSES) == "vespo":
         reason = (
-            "this loss multiplies pi / pi_old by truncated ratios of tokens to mu; the nearest option is "
+            "this loss multiplies pi / pi_old by truncated per-token ratios to mu; the nearest option is "
             "correction=paper/vespo."
         )
         raise options.refuse("loss_type", reason)
@@ -361,11 +361,11 @@ def _convert_trl(options: Options) -> dict[str, Any]:
     if options.number("beta"):
         key = "use_bias_correction_kl"
         if options[key] is None:
-            reason = "the default is false until 1.9.0 and true in 1.16.0, and beta adds a KL term."
+            reason = "beta adds a KL term, and the default of this key is false up to 1.9.0 but true in 1.16.0."
             raise options.refuse(key, reason, "Set it to true or false.")
         if options.flag(key):
             if by_row:
-                raise options.refuse(_LEVEL, "no KL weight here uses the ratio of a token's row.")
+                raise options.refuse(_LEVEL, "no KL weight here uses a row's ratio.")
             plain["kl_weight"] = {"ratio": "ppo", "upper": None}
     return plain
 

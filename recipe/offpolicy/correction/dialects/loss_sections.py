@@ -1,4 +1,4 @@
-"""Converters of frameworks whose corrections belong to the section of the loss: NeMo-RL, prime-rl and SkyRL."""
+"""Converters for frameworks that configure corrections together with the loss: NeMo-RL, prime-rl and SkyRL."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _convert_nemo_rl(options: Options) -> dict[str, Any]:
     if options.number(_THRESHOLD) is not None:
         if kind in ("icepop", "seq-mask-tis"):
             reason = (
-                f"the rows that this key drops are not counted, whereas those that {kind} drops are counted, and no "
-                "denominator here combines both."
+                f"NeMo-RL's denominator excludes the rows that this key drops and includes those that {kind} drops; "
+                "no denominator here does both."
             )
             raise options.refuse(_THRESHOLD, reason, f"Set {_THRESHOLD}=null, or {_TYPE}=tis.")
         outlier = build_mask("sequence", "exp_abs_mean", None, options.bound(_THRESHOLD))
@@ -141,7 +141,7 @@ PRIME_RL: Final = Peer(
     plain=words("import_path kwargs", _PRIME),
     elsewhere=words("enable_router_replay logprob_offset loss_mask max_off_policy_steps"),
 )
-"""prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` come from branches.
+"""prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` exist only in branches.
 
 The policy term is -A pi / mu per token, unbounded, over the tokens that the mask keeps (``kimi_k15``: -A log pi over
 all tokens). ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens is added to the policy term. Tokens with
@@ -175,7 +175,7 @@ def _convert_skyrl(options: Options) -> dict[str, Any]:
     support = {"support": "engine"} if options.flag(f"{_SKYRL}.enable_sample_support_replay") else {}
     loss = options.choice(_LOSS, *_CORRECTED, *_UNCORRECTED)
     if corrects and loss in _UNCORRECTED:
-        raise options.refuse(_LOSS, f"SkyRL does not correct with this loss, but {_SECTION} is set.")
+        raise options.refuse(_LOSS, f"SkyRL applies no off-policy correction with this loss, but {_SECTION} is set.")
     rollout = options.choice(f"{_SKYRL}.cispo.cispo_anchor", "old", "rollout") == "rollout"
     if loss not in ("rollout_is", "dppo") and not (loss == "cispo" and rollout):
         return plain | support
@@ -216,7 +216,7 @@ def _read_widths(options: Options, stem: str) -> tuple[float, float]:
 def _convert_correction(options: Options) -> dict[str, Any]:
     bounds = {key: options.bound(f"{_SECTION}.{key}") for key in SKYRL_DEFAULTS if key.endswith(("_high", "_low"))}
     level = options.choice_or_null(f"{_SECTION}.tis_ratio_type", "token", "sequence")
-    # This is how SkyRL itself translates its older keys.
+    # SkyRL translates its older keys in the same way.
     if options.flag(f"{_SKYRL}.use_tis"):
         cap_of_old = f"{_SKYRL}.tis_imp_ratio_cap"
         if options[cap_of_old] in (None, -1, -1.0):
@@ -292,8 +292,9 @@ SKYRL: Final = Peer(
 )
 """SkyRL's rules.
 
-SkyRL applies a token mask before anything that decides by sequence; if both are configured, ``skyrl_compat`` reproduces
-that order. Its outlier mask drops whole rows, so it makes no difference that it acts first. Its losses anchored at mu
-(``rollout_is``, ``dppo`` by total variation, and ``cispo`` with ``cispo_anchor=rollout``) become weights on pi / mu for
-``actor.policy_loss.loss_mode=gpg``; its other losses keep pi_old and are set by verl's own keys.
+SkyRL applies a token mask before any sequence-level part; if both are configured, ``skyrl_compat`` reproduces that
+order. SkyRL's outlier mask acts even earlier, but it drops whole rows, so its place in the order does not matter.
+SkyRL's losses anchored at mu (``rollout_is``, ``dppo`` by total variation, and ``cispo`` with ``cispo_anchor=rollout``)
+become weights on pi / mu for ``actor.policy_loss.loss_mode=gpg``; all other losses keep pi_old and are set with verl's
+own keys.
 """

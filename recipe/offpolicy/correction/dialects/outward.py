@@ -32,7 +32,7 @@ _AROUND: Final = {
 
 
 def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:
-    """Build SkyRL's ``off_policy_correction`` for ``spec``, and omit keys that have their defaults.
+    """Build SkyRL's ``off_policy_correction`` for ``spec``, without keys that have their default values.
 
     Raises:
         SpecError: names the part that SkyRL cannot express.
@@ -129,7 +129,7 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
 
 
 def build_verl(spec: CorrectionParts) -> dict[str, Any]:
-    """Build verl's ``algorithm.rollout_correction`` for ``spec``, and omit keys that have their defaults.
+    """Build verl's ``algorithm.rollout_correction`` for ``spec``, without keys that have their default values.
 
     A weight on pi / mu becomes ``loss_type=reinforce``, for which verl needs bypass mode.
 

@@ -113,11 +113,10 @@ class Options:
         return None if zero_opens and self.number(key) == 0 else read_ratio_bound(self.values[key], key)
 
     def check_weight_of_rows(self, weight: Mapping[str, Any] | None, name: str, key: str) -> None:
-        """Reject per-token or per-turn weights if the base loss has one ratio per row and differentiates the mean of
-        its tokens.
+        """Reject per-token or per-turn weights for a base loss that differentiates one mean ratio per row.
 
-        The sum of a row's weights then scales the gradient of the whole row. verl's ``gspo`` multiplies the gradient of
-        each token by the token's own weight.
+        With such a loss, the sum of a row's weights scales the gradient of the whole row, whereas verl's ``gspo``
+        multiplies the gradient of each token by that token's weight.
         """
         if weight is not None and weight["level"] != "sequence":
             reason = (
@@ -380,7 +379,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def read_ratio_bound(value: Any, key: str) -> float | None:
-    """Read a bound on a ratio; it must be a value that a log-ratio clamped to +-20 nats can reach.
+    """Read a bound on a ratio, which must lie within the clamp of +-20 nats to have an effect.
 
     Example:
         >>> read_ratio_bound(2, "tis.cap")
@@ -392,7 +391,7 @@ def read_ratio_bound(value: Any, key: str) -> float | None:
         raise SpecError("ratios are positive.", fix, key=key, value=value)
     if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
         reason = f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so this bound never acts."
-        fix = f"Set one between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}."
+        fix = f"Set a bound between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}."
         raise SpecError(reason, fix, key=key, value=value)
     return bound
 
@@ -422,7 +421,7 @@ def build_opsm(delta: float, ratio: str = "full", sign: str = "row") -> dict[str
 
 
 def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
-    """Build masks of tokens whose p_pi is more than ``high`` above or ``low`` below p_mu and would move further away.
+    """Build masks that drop tokens whose p_pi is over ``high`` above or ``low`` below p_mu and would move further away.
 
     For a width of 1 or more, no mask is built, because no difference of probabilities exceeds such a width.
 

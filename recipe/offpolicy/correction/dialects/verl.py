@@ -1,4 +1,4 @@
-"""Converter of verl's ``algorithm.rollout_correction``."""
+"""Converter for verl's ``algorithm.rollout_correction``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _convert(options: Options) -> dict[str, Any]:
         raise options.refuse(_NORMALIZE, "there is no weight to normalise.", fix, f"{_SECTION}.rollout_is")
     if options[_LOSS_MODE] == "bypass_mode" and not bypass:
         fix = f"Set {_BYPASS}=true, and configure the correction with its keys."
-        raise options.refuse(_LOSS_MODE, "the keys with which this loss corrects are not read here.", fix)
+        raise options.refuse(_LOSS_MODE, "the correction keys of this loss are not read here.", fix)
     ratio, weight = "full" if bypass else "rollout", None
     if level is not None:
         key = f"{_SECTION}.rollout_is_threshold"
@@ -79,7 +79,7 @@ def _convert(options: Options) -> dict[str, Any]:
 
 
 def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
-    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi", outside which the weight is 0.
+    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi" for a weight of 0 outside [lo, hi].
 
     Returns:
         (lower, upper); lower is None for a cap.
@@ -219,8 +219,8 @@ VERL: Final = Peer(
 * k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
 * With ``bypass_mode``, verl decides by pi / mu at every gradient step. ``loss_type=ppo_clip`` uses its weights only for
   metrics, so no weight is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its own: set
-  ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
-* verl clamps a token's log-ratio to +-20 nats before it is summed; here it is clamped where it is exponentiated.
+  ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` too.
+* verl clamps a token's log-ratio to +-20 nats before summation; this package clamps before exponentiation.
 * The attributes of a ``RolloutCorrectionConfig`` are read unchanged: its ``rollout_is`` is "sequence" by default,
   whereas a key that is missing from a mapping is null, as in the YAML.
 """
