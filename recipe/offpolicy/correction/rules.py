@@ -51,7 +51,7 @@ def _check_weights(spec: CorrectionParts) -> None:
             "weight",
             spec.weight.to_mapping(),
             "weight applies to every token, so some tokens would be weighted twice.",
-            f"Set correction.weight=null, or keep one weight: correction.weights={{}}.",
+            "Set correction.weight=null, or correction.weights={} to keep only correction.weight.",
             alongside={f"weights.{name}.when": weight.when},
         )
     for (first, one), (name, other) in itertools.combinations(spec.weights, 2):

@@ -39,7 +39,10 @@ def reject(options: Any, threshold: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "areal": [
-        ({"rejection_sampling": {}, "use_decoupled_loss": False}, "actor.rejection_sampling={}: AReaL reads this key only"),
+        (
+            {"rejection_sampling": {}, "use_decoupled_loss": False},
+            "actor.rejection_sampling={}: AReaL reads this key only",
+        ),
         (areal(metric="kl_k3"), "actor.rejection_sampling.metric=kl_k3: AReaL computes k3 of behave / prox"),
         (areal(metric="kl_k2", action="clamp"), "actor.rejection_sampling.action=clamp"),
         (areal(level="sequence", agg="sum", action="clamp"), "actor.rejection_sampling.agg=sum"),
