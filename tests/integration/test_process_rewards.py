@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1"
 
 PRECISE = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3")
 UNCHECKED = ("offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null")
-OTHER = "holds other weights, or reads a stale prefix cache"
+OTHER = "has different weights, or reads a stale prefix cache"
 
 
 def test_weights_that_were_not_synchronised_stop_the_step_behind(run_program: Callable[..., Any]) -> None:

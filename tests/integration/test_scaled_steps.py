@@ -63,7 +63,7 @@ def test_the_factor_multiplies_each_step_and_never_the_next(dense_model: Path, r
         assert find_wrong_rate(reports, factor) is None
         assert rates(worker) == (RATE * (number + 1) / 4, RATE * (number + 1) / 4, RATE)
     missing = find_wrong_rate(update(worker, rows, None), 0.5)
-    assert missing == "the worker's factor is None, but the trainer's is 0.5"
+    assert missing == "the worker received the factor None, but the trainer computed 0.5"
 
 
 def test_a_factor_of_one_is_verls_own_to_the_bit_and_half_is_half_the_rate(dense_model: Path, rows: tw.Rollout) -> None:

@@ -1,13 +1,13 @@
-"""The protocol of add-ons and extensions, and the table of extensions by section of the configuration.
+"""Base classes of add-ons and extensions, and the table that maps configuration sections to extensions.
 
-``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function wraps a method of
-verl's trainer, and the function calls that method. The first add-on is the outermost.
+``AddOns`` calls the hooks in the order in which they are defined here. If a hook receives a function, the hook wraps a
+method of verl's trainer, and the function runs that method. The first add-on is the outermost wrapper.
 
 A step calls ``next_batch`` and ``on_rollout``; then, around verl's estimator, ``shape_rewards``, ``estimate``,
 ``shape_advantages`` and ``on_advantages``; then, in the workers, ``wrap_loss`` and ``report``; and finally ``judge``
 with the workers' reports.
 
-A section is on if it is a mapping, even an empty one (``{}``), and off if it is null or absent.
+A section is enabled if it is a mapping, even an empty one (``{}``), and disabled if it is null or absent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Advantages:
-    """One batch's advantages, (n, T) each.
+    """The advantages of one batch, each (n, T).
 
     Attributes:
         rewards: input of verl's estimator.
@@ -48,13 +48,13 @@ class Advantages:
 
 
 class AddOn:
-    """One add-on; by default, each hook does nothing."""
+    """Base class of add-ons; by default, each hook does nothing."""
 
     proof_name: ClassVar[str] = ""
-    """Name under which ``unproved`` is reported; if empty, the name is the extension's section."""
+    """Name under which ``unproved`` is reported; if empty, the extension's section is used."""
     phase: ClassVar[str] = ""
-    """Watchdog phase to which the hooks' time is charged. If it is empty, an extension's phase is its section, and the
-    time of any other add-on is charged to verl's own phase."""
+    """Watchdog phase to which the hooks' time is charged. If empty, the time of an extension is charged to a phase
+    named after its section, and the time of any other add-on to verl's own phase."""
 
     # Start and end ------------------------------------------------------------------------------------------
 
@@ -63,26 +63,26 @@ class AddOn:
         return build()
 
     def begin(self, config: DictConfig) -> None:
-        """Start when the run starts, in the trainer's process."""
+        """Start the add-on in the trainer's process, at the beginning of the run."""
 
     def actor_class(self, worker: type) -> type:
         """Choose the class of the actor's workers, given verl's class or the class that the next add-on chose."""
         return worker
 
     def engine_part(self) -> Callable[[Any], object] | None:
-        """Build a function that each of verl's actor workers calls once its model exists; None if none is needed."""
+        """Return a function that each of verl's actor workers calls once its model exists; None if there is none."""
         return None
 
     def rollout_client(self, client: Any) -> Any:
-        """Return the rollout client for agent loops, given verl's client or another add-on's."""
+        """Return the rollout client for agent loops, given verl's client or the client of another add-on."""
         return client
 
     def load_prompts(self, loader: Any) -> Any:
-        """Return the loader of training prompts: verl's own, from which nothing has been read yet, or a replacement."""
+        """Return the data loader of training prompts: verl's own loader, before its first batch, or a replacement."""
         return loader
 
     def on_resumed(self) -> None:
-        """Continue after verl has loaded a checkpoint, or has found no checkpoint."""
+        """Prepare for training after verl has loaded a checkpoint, or has found none."""
 
     def end(self) -> None:
         """Release resources, such as threads; also called after a failure."""
@@ -109,11 +109,11 @@ class AddOn:
         """Receive the prompts before responses are sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
-        """Return the flags to send to the workers with a batch of this step; an add-on's own rows have no flags."""
+        """Return the flags to send to the workers with each batch of this step, except with rows added by an add-on."""
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute pi_old in the V1 trainer; no earlier hook receives these rows."""
+        """Compute pi_old in the V1 trainer; this is the first hook that receives these rows."""
         return compute(batch)
 
     def on_rollout(self, batch: BatchView) -> None:
@@ -124,7 +124,7 @@ class AddOn:
         return None
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Compute advantages, (n, T), instead of verl's estimator; at most one extension may do so."""
+        """Compute advantages, (n, T), instead of verl's estimator; only one extension may implement this hook."""
         return None
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
@@ -142,24 +142,25 @@ class AddOn:
         return run(batch)
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Remove an add-on's reports from the metrics of the workers that have updated on ``batch``.
+        """Remove this add-on's reports from the metrics that the workers returned for their update on ``batch``.
 
         Raises:
-            LivenessError: the configured add-on has not been shown to act; the run stops.
+            LivenessError: nothing proves that the configured add-on has an effect; the run stops.
         """
 
     def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
         """Judge the reports of one update, one per micro-batch and rank; return metrics by full name.
 
         Raises:
-            LivenessError: the configured add-on has not been shown to act; the run stops.
+            LivenessError: nothing proves that the configured add-on has an effect; the run stops.
         """
         return {}
 
     def unproved(self) -> str | None:
-        """Explain why there is no evidence yet that the add-on acts, with the key responsible; None if it has acted.
+        """Explain why the add-on is not yet known to have an effect, and name the responsible key; None if it is known.
 
-        Until then, ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
+        While a reason is returned, ``offpolicy/live/NAME`` is 0, and a warning is logged after 5, 10, 20, 40, ...
+        updates.
         """
         return None
 
@@ -170,22 +171,22 @@ class AddOn:
     # Validation and checkpoints -----------------------------------------------------------------------------
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Run verl's validation, once or in rounds."""
+        """Run verl's validation, in one or several rounds."""
         return run()
 
     def validation_metrics(
         self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
     ) -> Mapping[str, float]:
-        """Compute metrics of one validation from each sample's data source, uid and extra values from verl."""
+        """Compute metrics of one validation, given each sample's data source, uid and the extra values from verl."""
         return {}
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
-        """State of a staleness limit, for a checkpoint; None if there is no limit."""
+        """State of the staleness limit, to be saved in a checkpoint; None if there is no limit."""
         return None
 
     def state(self, folder: Path) -> Mapping[str, Any]:
-        """Return an extension's state for a checkpoint, as JSON; larger state is stored in files under ``folder``."""
+        """Return the extension's state for a checkpoint, as JSON; store larger state in files under ``folder``."""
         return {}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -195,29 +196,29 @@ class AddOn:
 __all__ = ["Advantages", "BoundLoss", "Extension", "WorkerExtension"]
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""A loss of verl, called with (model_output, data, dp_group)."""
+"""One of verl's losses, called with (model_output, data, dp_group)."""
 
 
 class WorkerExtension:
-    """The part that is sent to the workers by value; it must be picklable and contain only settings."""
+    """The part of an extension that is pickled and sent to the workers; it must contain only settings."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Each column of ``BatchView.put`` that is recorded and shown in the report -> its meaning."""
+        """Map each column of ``BatchView.put`` that is recorded and shown in the report to its meaning."""
         return {}
 
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
         """Add a term next to or inside verl's policy loss.
 
-        ``base_loss`` must be called with the unchanged micro-batch, whose ``rollout_is_weights`` are the correction's
-        weight * keep. Its loss must enter the sum with factor 1, because the proof expects verl's whole gradient plus
-        the gradient of the term. Under ``correction=none`` there are no weights on the engine path. The loss is wrapped
+        Call ``base_loss`` with the unchanged micro-batch, whose ``rollout_is_weights`` are the correction's weight *
+        keep. Add its loss to the sum with factor 1, because the proof expects verl's whole gradient plus the gradient
+        of the term. With ``correction=none``, micro-batches on the engine path have no weights. The loss is wrapped
         again for each micro-batch.
         """
         return base_loss
 
     def report(self, rows: LossRows) -> Any:
-        """Report on one micro-batch for ``Extension.judge``, as plain Python or a dataclass of plain Python values."""
+        """Return a report on one micro-batch for ``Extension.judge``: plain Python, or a dataclass of plain values."""
         return None
 
 
@@ -230,7 +231,7 @@ def implements(add_on: AddOn, hook: str) -> bool:
 
 
 class Extension(AddOn):
-    """A capability in addition to the corrections, enabled by its section of the configuration.
+    """A feature in addition to the corrections, enabled by its section of the configuration.
 
     Args:
         section: name of this section in the configuration.
@@ -246,9 +247,9 @@ class Extension(AddOn):
 
     @property
     def needs_rollouter(self) -> Mapping[str, str]:
-        """Each key that depends on prompts, on their columns or on validation -> an alternative that does not.
+        """Map each key that depends on prompts, their columns or validation to an alternative that does not.
 
-        In fully_async_policy, prompts and validation are in a different process from the trainer.
+        In fully_async_policy, prompts and validation are handled outside the trainer's process.
         """
         acts = any(implements(self, hook) for hook in _OF_ROLLOUTER)
         return {self.section: f"Set {self.section}=null."} if acts else {}
@@ -257,12 +258,12 @@ class Extension(AddOn):
 
     @property
     def meaning(self) -> str:
-        """A description of the settings in a few words."""
+        """Short description of the settings."""
         return ", ".join(f"{name}={value}" for name, value in self.settings.items() if not isinstance(value, Mapping))
 
     @property
     def replay_note(self) -> str:
-        """A sentence that describes what a replay of the recorded run omits or keeps unchanged; empty if nothing."""
+        """Sentence that says what a replay of a recording omits or does not change; empty if there is none."""
         return ""
 
     @property
@@ -276,7 +277,7 @@ class Extension(AddOn):
         return False
 
     def configure(self, config: DictConfig) -> Sequence[str]:
-        """Set verl's keys in place, such as an agent loop's class; return one line per key."""
+        """Set keys of verl in place, such as the class of the agent loops; return one line per key."""
         return ()
 
     def problems(self, config: DictConfig) -> Iterable[Problem]:
@@ -286,20 +287,20 @@ class Extension(AddOn):
     # With the run -------------------------------------------------------------------------------------------
 
     def worker(self) -> WorkerExtension | None:
-        """Build the part that is sent to the workers; None if there is no such part, so that nothing is reported."""
+        """Build the part that is sent to the workers; None if the workers need no such part and report nothing."""
         return None
 
     @property
     def sent(self) -> Mapping[str, int] | None:
-        """Hash of each row that the loss must receive, by key in ``BatchView.keys``; None if rows are not compared.
+        """Map the key of each row that the loss must receive to a hash of the row; None if rows are not compared.
 
-        Before ``judge``, these hashes are compared with the reports' ``hashes``, except for rows that have left the
-        update.
+        Before ``judge``, these hashes are compared with the reports' ``hashes``, except for rows that were removed from
+        the update.
         """
         return None
 
     def silence(self, batch: BatchView, rows: Tensor) -> None:
-        """Update ``sent`` for ``rows``, (n,) bool, which stay in the loss with an advantage of 0."""
+        """Update ``sent`` for the rows in ``rows``, (n,) bool, which stay in the loss with an advantage of 0."""
 
     @property
     def resumes(self) -> str | None:
@@ -308,7 +309,7 @@ class Extension(AddOn):
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """Settings that must not differ when a checkpoint is resumed."""
+        """Settings that must be the same when a run resumes from a checkpoint."""
         return self.settings
 
 
@@ -327,7 +328,7 @@ def read_state(folder: Path, name: str, section: str, schema: Any, key: str, exp
         key: a key of the state, whose value must have ``expected`` entries.
 
     Raises:
-        CheckpointError: the checkpoint records the state, but the file is missing, invalid or of another checkpoint.
+        CheckpointError: the checkpoint records the state, but the file is missing, invalid or from another checkpoint.
     """
     path, recorded = folder / name, f"the checkpoint records {expected} {name.removesuffix('.json')}"
     try:
@@ -342,7 +343,8 @@ def read_state(folder: Path, name: str, section: str, schema: Any, key: str, exp
 
 
 KEY = "offpolicy.extensions"
-"""Key of a mapping from a fork's own sections to "module:Class", which Ray's processes receive in the configuration."""
+"""Key of the mapping from a fork's own sections to "module:Class". Ray's processes receive it with the
+configuration."""
 SHIPPED: dict[str, str] = {
     "ess_lr": "recipe.offpolicy.extensions.vcpo:EssLr",
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
@@ -356,11 +358,11 @@ SHIPPED: dict[str, str] = {
 """Maps each section of this package to "module:Class". Hooks run in this order, followed by a fork's hooks."""
 
 own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
-"""True if the user launches the run; for an unknown script, no class is imported and no address is contacted."""
+"""True if the user launches the run. If False (an unknown script), no class is imported and no address is contacted."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:
-    """List all sections with a registered class, whether on or off."""
+    """List all sections with a registered class, whether they are enabled or not."""
     own = OmegaConf.select(config, KEY)
     plain: Any = OmegaConf.to_container(own, resolve=True) if isinstance(own, DictConfig) else {}
     return SHIPPED | plain
@@ -402,9 +404,12 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         key, node = f"{KEY}.{section}", run.get(section)
         if node is not None and not isinstance(node, DictConfig):
             fix = f"Set {section}.KEY=VALUE, or {section}=null."
-            yield run.problem(section, "the section must contain keys.", fix, parts=())
+            yield run.problem(section, "the section must be a mapping of keys to values.", fix, parts=())
         elif node is None and section not in SHIPPED:
-            reason, fix = "its section is missing, so it is off.", f"Set +{section}.KEY=VALUE, or remove this entry."
+            reason, fix = (
+                "its section is missing, so it is disabled.",
+                f"Set +{section}.KEY=VALUE, or remove this entry.",
+            )
             yield run.problem(key, reason, fix, parts=(), verdict="NO-OP")
         elif section not in SHIPPED and not own_launch.get():
             reason = "the doctor does not import code that a script names, so it could not check this extension."
@@ -418,10 +423,10 @@ def _class_of(section: str, target: str) -> type[Extension]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        reason = f"no such class can be imported ({error})."
-        fix = "Set the entry to module:Class, with the module on PYTHONPATH, or remove it."
+        reason = f"this class cannot be imported ({error})."
+        fix = "Set the entry to module:Class, with the module on PYTHONPATH, or remove the entry."
         raise SpecError(reason, fix, key=key, value=target) from error
     if not (isinstance(found, type) and issubclass(found, Extension)):
         reason = "the class is not a subclass of recipe.offpolicy.extensions.add_on.Extension."
-        raise SpecError(reason, "Derive the class from it, or remove the entry.", key=key, value=target)
+        raise SpecError(reason, "Derive the class from Extension, or remove the entry.", key=key, value=target)
     return found

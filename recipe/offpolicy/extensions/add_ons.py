@@ -1,4 +1,4 @@
-"""Calls to the hooks of all add-ons, in order, for the V0 and the V1 trainer; no other module calls the hooks."""
+"""Calls the hooks of all add-ons in order, for the V0 and the V1 trainer; no other module calls hooks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ logger = logging.getLogger("verl.offpolicy")
 
 _OF_ADVANTAGES = ("shape_rewards", "estimate", "shape_advantages", "on_advantages")
 PATIENCE = 5
-"""Number of updates without effect before the first warning; the number doubles for each further warning."""
+"""Number of updates without an effect before the first warning; the number doubles with each further warning."""
 Phase = Callable[[str], AbstractContextManager[Any]]
-"""Given the name of a watchdog phase, returns a context whose time is charged to that phase."""
+"""Maps the name of a watchdog phase to a context manager that charges its time to that phase."""
 
 
 class TrainerBatch(BatchView, Protocol):
-    """The part of a batch that the hooks need but that extensions do not receive."""
+    """The methods of a batch that ``AddOns`` needs but that extensions must not call."""
 
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
-        """Let verl's estimator read these rewards (n, T) in the context; restore the raw rewards bitwise afterwards."""
+        """Let verl's estimator read these rewards (n, T) inside the context; then restore the raw rewards bitwise."""
 
     @property
     def advantages(self) -> Tensor:
@@ -47,14 +47,14 @@ class TrainerBatch(BatchView, Protocol):
 
 
 class AddOns:
-    """The add-ons of one run, in the trainer's process; without add-ons, each call only runs the wrapped function.
+    """The add-ons of one run, in the trainer's process; without add-ons, only the wrapped functions run.
 
     Args:
         extensions: extensions in the order of their hooks.
         own: other add-ons, outermost first; they precede the extensions.
 
     Attributes:
-        unproved: name of each add-on -> what is still unproved after the last update; None if the add-on has acted.
+        unproved: maps each add-on's name to the reason why it was still unproved after the last update, or to None.
     """
 
     def __init__(self, extensions: Sequence[Extension] = (), own: Sequence[AddOn] = ()) -> None:
@@ -90,7 +90,7 @@ class AddOns:
         return any(self._users(hook) for hook in hooks)
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
-        """Return the add-ons that implement a hook; no batch is read for add-ons that do not."""
+        """Return the add-ons that implement a hook; batches are not read for the others."""
         return tuple(each for each in self._all if implements(each, hook))
 
     def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
@@ -101,23 +101,23 @@ class AddOns:
     # Around methods of verl's trainer -----------------------------------------------------------------------
 
     def wrap(self, hook: str, run: Callable[..., Any], *more: Any) -> Callable[..., Any]:
-        """Wrap ``run``, a method of verl's trainer, in a hook that receives it, its arguments and ``more``."""
+        """Run ``run``, a method of verl's trainer, through a hook that also receives its arguments and ``more``."""
         for add_on in reversed(self._users(hook)):
             run = partial(_call, getattr(add_on, hook), run, more)
         return run
 
     def replace(self, hook: str, value: Any) -> Any:
-        """Pass a value, such as the rollout client, through a hook of all add-ons, the innermost first."""
+        """Pass a value, such as the rollout client, through one hook of all add-ons, innermost first."""
         for add_on in reversed(self._users(hook)):
             value = getattr(add_on, hook)(value)
         return value
 
     def engine_parts(self) -> list[Callable[[Any], object]]:
-        """Collect the functions to install in the training engine."""
+        """Collect the functions that add-ons install in the training engine."""
         return [part for add_on in reversed(self._all) if (part := add_on.engine_part()) is not None]
 
     def on_resumed(self) -> None:
-        """Let add-ons continue after verl has loaded a checkpoint."""
+        """Call ``on_resumed`` of all add-ons after verl has loaded a checkpoint."""
         self._each("on_resumed")
 
     def batch_flags(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class AddOns:
         self._each("on_rollout", batch)
 
     def compute_advantages(self, batch: TrainerBatch, estimator: Callable[[], None]) -> None:
-        """Run verl's ``estimator`` inside the hooks; its results are read through ``batch``."""
+        """Run verl's ``estimator`` between the hooks; its results are read through ``batch``."""
         if not self._rollout_seen:  # verl used mu as pi_old without calling the hook
             self.on_rollout(batch)
         self._rollout_seen, self._left = False, {}
@@ -205,7 +205,7 @@ class AddOns:
         self._each("on_advantages", batch, Advantages(rewards, own, advantages))
 
     def _change(self, hook: str, batch: BatchView, values: Tensor, given: Tensor) -> Tensor:
-        """Let all add-ons change ``values``; each hook receives the changed values or, for ``estimate``, ``given``.
+        """Let all add-ons change ``values`` in turn; the hook ``estimate`` receives ``given`` instead.
 
         Raises:
             ValueError: a hook returned another shape, or values that are not finite.
@@ -224,7 +224,7 @@ class AddOns:
         return values
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
-        """Record the rows that are removed from the update after the advantages and before the loss.
+        """Record the rows that are removed from the update between the advantages and the loss.
 
         Args:
             why: the reason, with the key that causes it.
@@ -245,7 +245,7 @@ class AddOns:
             epochs: number of times that the loss reads each row.
 
         Raises:
-            LivenessError: a report is missing, the trainer bypassed the hooks before sampling or around its
+            LivenessError: a report is missing, the trainer did not call the hooks before sampling or around its
                 estimator, or an extension stops the run.
         """
         self._judged = {}
@@ -263,7 +263,7 @@ class AddOns:
                 found = [report[extension.section] for report in reports if extension.section in report]
                 if len(found) < len(reports) or not found:
                     lost = f"{len(reports) - len(found)} of {len(reports)} micro-batches have no report"
-                    reason = "Some code gives the workers another loss, or drops the loss's metrics."
+                    reason = "Some code sets another loss in the workers, or drops the metrics of the loss."
                     raise LivenessError(f"{extension.section}: {lost} from the extension. {reason}")
                 self._compare_rows(extension, found, epochs)
                 self._judged |= extension.judge(found)
@@ -271,17 +271,17 @@ class AddOns:
         self._say_unproved()
 
     def _say_unproved(self) -> None:
-        """Warn repeatedly, at growing intervals, about add-ons for which there is no evidence that they act."""
+        """Warn at growing intervals about add-ons that are not known to have an effect."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
         self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
         for name, why in self.unproved.items():
             self._judged[f"offpolicy/live/{name}"] = float(why is None)
             if why is not None and not rest and waited & (waited - 1) == 0:
-                logger.warning("%s is not proved yet, after %d updates: %s", name, self._updates, why)
+                logger.warning("%s is still not proved after %d updates: %s", name, self._updates, why)
 
     def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
-        """Compare the rows that reached the loss with the rows that were sent and have not left the update.
+        """Compare the rows that reached the loss with the rows that were sent and not removed from the update.
 
         Raises:
             LivenessError: the rows differ, or did not reach the loss once per epoch.
@@ -317,12 +317,12 @@ class AddOns:
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
-        """State of the staleness limit, for a checkpoint; None if there is no limit."""
+        """State of the staleness limit, to be saved in a checkpoint; None if there is no limit."""
         states = (add_on.rate_limit_state for add_on in self._all)
         return next((state for state in states if state is not None), None)
 
     def state(self, folder: Path) -> dict[str, Any]:
-        """Return each section's state for a checkpoint, with the settings under which it was made."""
+        """Return each section's state for a checkpoint, with the settings that produced it."""
         return {
             extension.section: {
                 "settings": redact(dict(extension.noted)),
@@ -332,7 +332,7 @@ class AddOns:
         }
 
     def differences(self, states: Mapping[str, Any], *sections: str) -> list[str]:
-        """List the keys, with both values, in which this run differs from the checkpoint with ``states``."""
+        """List the keys whose values in this run and in the checkpoint with ``states`` differ, with both values."""
         noted = {section: redact(each["settings"]) for section, each in states.items()}
         now = {extension.section: redact(dict(extension.noted)) for extension in self._extensions}
         return [
@@ -342,7 +342,7 @@ class AddOns:
         ]
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Restore the ``states`` of a checkpoint; an extension without a state there starts from scratch.
+        """Restore the ``states`` of a checkpoint; an extension without a saved state starts from scratch.
 
         Raises:
             CheckpointError: a state is missing or invalid.

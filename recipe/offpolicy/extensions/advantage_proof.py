@@ -1,4 +1,4 @@
-"""Proof that the workers' loss uses the advantages that an extension produced, by one hash per row."""
+"""Proves, by one hash per row, that the workers' loss uses the advantages that an extension produced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AdvantageReport:
 
 @dataclass(frozen=True)
 class AdvantageWorker(WorkerExtension):
-    """The worker part of an extension that shapes advantages: it reports the values that reached the loss."""
+    """The worker part of an extension that shapes advantages; it reports hashes of the values that reached the loss."""
 
     def report(self, rows: LossRows) -> AdvantageReport:
         missing = tuple(name for name in ("advantages", *self.columns) if name not in rows)
@@ -45,10 +45,10 @@ class AdvantageWorker(WorkerExtension):
 
 
 class AdvantageExtension(Extension):
-    """An extension that shapes advantages, and compares the advantages in the loss with those that its hooks returned.
+    """An extension that shapes advantages, and checks that the loss receives the advantages that its hooks returned.
 
-    ``estimate`` or ``shape_advantages`` describes in ``_demanded`` an advantage of this batch that shows the
-    extension's effect.
+    ``estimate`` or ``shape_advantages`` stores in ``_demanded`` a description of one advantage that the extension must
+    change in this batch.
     """
 
     title: ClassVar[str] = ""
@@ -56,7 +56,8 @@ class AdvantageExtension(Extension):
     prefix: ClassVar[str] = ""
     """First part of the names of the extension's metrics."""
     differs: ClassVar[bool] = True
-    """Whether a demanded advantage must differ from verl's own; if so, the run stops when no row was changed."""
+    """Whether the advantage in ``_demanded`` must differ from verl's own; if so, the run stops if no row was
+    changed."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
@@ -101,13 +102,13 @@ class AdvantageExtension(Extension):
 
 
 def hash_advantages(batch: BatchView, advantages: Tensor) -> dict[str, int]:
-    """Hash the rows of a batch that have a token, with the advantages for the workers; return the hashes by key."""
+    """Hash each row that has a token, together with its advantages for the workers; return the hashes by key."""
     columns = batch.rows("responses", "response_mask")
     return name_hashes(batch, columns["responses"], columns["response_mask"].bool(), advantages)
 
 
 def name_hashes(batch: BatchView, responses: Tensor, mask: Tensor, values: Tensor) -> dict[str, int]:
-    """Hash the rows of a batch that have a token in the mask, by key."""
+    """Hash each row of a batch that has a token in the mask; return the hashes by key."""
     hashes = hash_rows(responses, mask, values).tolist()
     there = mask.any(-1).tolist()
     return {key: number for key, number, is_there in zip(batch.keys, hashes, there, strict=True) if is_there}

@@ -1,7 +1,7 @@
 """The views of a batch that add-ons read.
 
-``BatchView`` and ``PromptView`` are identical on verl's V1 (TransferQueue) and V0 (DataProto) trainers. ``Sessions``
-has one entry per rollout. ``LossRows`` is a micro-batch in the worker's loss, of engines or of legacy
+``BatchView`` and ``PromptView`` have the same interface on verl's V1 (TransferQueue) and V0 (DataProto) trainers.
+``Sessions`` has one entry per rollout. ``LossRows`` is a micro-batch in the worker's loss, for both engines and legacy
 actors.
 """
 
@@ -33,10 +33,10 @@ class BatchView(Protocol):
     Attributes:
         step: the trainer's step, from 1.
         keys: (n,) a unique name for each row.
-        uids: (n,) the group of each row. Under ``baseline=exclude``, rejected rows have left their groups before
+        uids: (n,) the group of each row. With ``baseline=exclude``, rejected rows are removed from their groups before
             rewards are shaped.
         sessions: (n,) the rollout that produced each row; an agent loop may return several rows.
-        is_padding: a flag for each row of verl's batch; the view omits rows with True.
+        is_padding: one flag per row of verl's batch; the view omits rows whose flag is True.
     """
 
     step: int
@@ -55,7 +55,7 @@ class BatchView(Protocol):
 
     @property
     def scores(self) -> Tensor:
-        """(n, T) float, the raw per-token scores, before any KL."""
+        """(n, T) float, the raw per-token scores, before any KL penalty is subtracted."""
 
     @property
     def token_ids(self) -> Sequence[tuple[list[int], list[int]]]:
@@ -72,17 +72,17 @@ class BatchView(Protocol):
         """
 
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Compute log-probs of responses with the trainer's own forward pass over (prompt, response), at temperature 1.
+        """Compute log-probs of responses with the trainer's forward pass over (prompt, response), at temperature 1.
 
-        Accepts at most as many rows as the batch has. Before pi_old is known, the forward pass uses the weights that
-        sampled the rollouts of a synchronous step.
+        Accepts at most as many rows as the batch has. Before pi_old is computed in a synchronous step, the trainer's
+        weights are those that sampled the rollouts.
         """
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: per token (n, T), right-padded; per row (n, ...); other columns as lists."""
+        """Read columns by verl's names: (n, T) right-padded per token, (n, ...) per row, or a list."""
 
     def put(self, **columns: Tensor) -> None:
-        """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.
+        """Send columns named ``offpolicy_...``, (n, T) or (n,), to the workers' loss.
 
         Raises:
             ValueError: a column has another name or another number of rows.
@@ -90,7 +90,7 @@ class BatchView(Protocol):
 
 
 class PromptView(Protocol):
-    """Prompts before responses are sampled."""
+    """The prompts of a step, before responses are sampled."""
 
     step: int
 
@@ -105,12 +105,12 @@ class PromptView(Protocol):
 
 
 def last_outputs(batch: BatchView) -> list[int]:
-    """Find the last row of each session, so that a session counts once."""
+    """Find the last row of each session, so that each session counts once."""
     return list({session: row for row, session in enumerate(batch.sessions)}.values())
 
 
 def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
-    """Read what the agent loop returned in ``extra_fields`` for each row (V1: one column, V0: a column per field)."""
+    """Read each row's ``extra_fields`` from the agent loop. V1 stores them in one column, V0 in a column per field."""
     with suppress(KeyError):
         return read_plain(batch, "extra_fields")
     columns = {}
@@ -131,10 +131,10 @@ def read_plain(batch: BatchView, name: str) -> list[Any]:
 
 
 def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:
-    """Check names and lengths of columns for the workers.
+    """Check the names and lengths of the columns for the workers.
 
     Raises:
-        ValueError: the legacy actors would drop a column's name, or it has another number of rows.
+        ValueError: a column's name lacks the prefix that legacy actors keep, or its number of rows is wrong.
     """
     for name, column in columns.items():
         if not name.startswith(PREFIX):
@@ -154,7 +154,7 @@ class Sessions:
         scores: (S,) float64, the raw score of each session's last row.
         tokens: (S,) float64, response tokens in all rows of each session, without tool tokens.
         truncated: (S,) bool, True if the session's last row has the maximum response length.
-        silent: (S,) bool, sessions that ``baseline=exclude`` has rejected or left without siblings.
+        silent: (S,) bool, True if ``baseline=exclude`` has rejected the session or all of its siblings.
     """
 
     of_row: Tensor
@@ -182,7 +182,7 @@ def read_sessions(batch: BatchView, most_tokens: int | None = None) -> Sessions:
     """Read the sessions of a batch.
 
     Args:
-        most_tokens: longest response, tool tokens included; None: nothing counts as truncated.
+        most_tokens: maximum response length, including tool tokens; None: no response counts as truncated.
 
     Raises:
         RewardError: a row's score is not finite.
@@ -211,7 +211,7 @@ def read_sessions(batch: BatchView, most_tokens: int | None = None) -> Sessions:
 
 
 def round_threshold(at_least: float) -> float:
-    """Round a threshold so that a float32 score of the same value reaches it: 0.9 becomes 0.89999998.
+    """Round a threshold to float32, so that a float32 score of 0.9 is not below a threshold of 0.9.
 
     Example:
         >>> round_threshold(1.0), round_threshold(0.9) < 0.9
@@ -239,7 +239,7 @@ class LossRows:
     Args:
         model_output, data: arguments of the loss.
         with_padding: True to keep the padding rows that verl added, which have no response token.
-        weigh: computes the correction's factor, (B, T), if the micro-batch does not contain it.
+        weigh: function that computes the correction's factor, (B, T), if the micro-batch does not contain it.
         actor_config: verl's config of the training actor; available for reports.
     """
 
@@ -261,7 +261,7 @@ class LossRows:
 
     @cached_property
     def log_prob(self) -> Tensor:
-        """(B, T) log pi, zeros on padding; inside a loss, gradients flow through it."""
+        """(B, T) log pi, zero on padding. Inside a loss, gradients flow through this tensor."""
         log_prob = mb.pad_log_probs(self._output, self._data, self._layout)
         return log_prob if self._chosen is None else log_prob[self._chosen]
 
@@ -295,7 +295,7 @@ class LossRows:
         return values if self._chosen is None else values[self._chosen]
 
     def mean(self, values: Tensor, actor_config: Any) -> Tensor:
-        """Compute verl's mean of (B, T) values, with the denominators of the mini-batch over all ranks."""
+        """Compute verl's mean of (B, T) values, divided by the denominators of the mini-batch over all ranks."""
         return mini_batch_mean(values, self.response_mask, actor_config, self._data)
 
     def _dense(self, name: str) -> Tensor:

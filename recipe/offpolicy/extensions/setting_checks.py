@@ -1,4 +1,4 @@
-"""Settings of an extension's section, declared once as a dataclass, and checks that several extensions share."""
+"""Base class of extension settings, which declares a section as a dataclass, and checks shared by extensions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..correction.problem import EVERYTHING, CheckError, Requirement, find_unmet
 
 ROLLOUTS = "actor_rollout_ref.rollout.n"
 REUSED = ("reuse", "bypass", "loglinear", "same_engine")
-"""Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""
+"""Values of ``correction.proximal`` for which no forward pass computes pi_old before the update."""
 _OWN_ESTIMATE = (
     Requirement(
         "algorithm.adv_estimator", GROUP_ESTIMATORS, "it does not compute advantages from a group's rewards alone."
@@ -25,20 +25,20 @@ _OWN_ESTIMATE = (
     Requirement("algorithm.use_kl_in_reward", (False,), "the extension reads rewards without the KL."),
     Requirement("length_penalty.place", ("after",), "it checks advantages that verl computes from lowered rewards."),
 )
-"""Requirements of an extension that computes a group's advantages from rewards, instead of verl's estimator."""
+"""Requirements of an extension that replaces verl's estimator and computes a group's advantages from its rewards."""
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
 @dataclass(frozen=True)
 class SectionSettings:
-    """Base of the settings of one section.
+    """Base class of the settings of one section.
 
-    A field's annotation declares the accepted values: a ``Literal`` is a choice, ``bool`` is true or false, another
-    dataclass is a nested section, and ``Annotated`` holds a ``Key``.
+    A field's annotation declares the accepted values: a ``Literal`` lists choices, ``bool`` means true or false,
+    another dataclass is a nested section, and ``Annotated`` contains a ``Key``.
     """
 
     option: ClassVar[str]
-    """File that ships all keys, such as ``opd/advantage``."""
+    """Config file, such as ``opd/advantage``, that sets all keys of the section."""
     needed: ClassVar[str] = ""
     """Key that has no default."""
     rules: ClassVar[Sequence[Rule]] = ()
@@ -50,12 +50,11 @@ class SectionSettings:
 
     @classmethod
     def read(cls, section: str, values: Any) -> dict[str, Any]:
-        """Return the values of a section, with the values of ``option`` for missing keys.
+        """Return the values of a section; missing keys get their values from ``option``.
 
         Raises:
-            CheckError: there are unknown keys, invalid values, unused keys or contradictions; the message lists them
-                all.
-            SpecError: the needed key is missing.
+            CheckError: keys are unknown, invalid, unused or contradictory; the message lists all of them.
+            SpecError: the key in ``needed`` is missing.
         """
         shipped = _read_option(cls.option)
         if found := list(Section(section, shipped, cls.keys(), cls.rules).check(values)):
@@ -86,7 +85,7 @@ class SectionSettings:
 
 
 def declare_keys(kind: type, prefix: str = "") -> dict[str, Key]:
-    """Map each key that a dataclass declares to its ``Key``; keys of a nested section contain a dot."""
+    """Map each key that a dataclass declares to its ``Key``; nested keys are joined by dots."""
     hints, keys = get_type_hints(kind, include_extras=True), dict[str, Key]()
     for name in (field.name for field in fields(kind)):
         hint, full = hints[name], f"{prefix}{name}"
@@ -109,13 +108,13 @@ def _read_option(option: str) -> dict[str, Any]:
 
 
 def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
-    """Find corrections whose weights the trainer cannot compute before the update, because they need pi or signs."""
+    """Find weights that the trainer cannot compute before the update, because they need pi or the advantages' signs."""
     off, key = f"or {section}=null.", "correction.proximal"
     if run.get(key) in REUSED:
         reason = f"pi_old is not computed before the update, so the weights that {section} needs are unknown."
         yield run.problem(key, reason, f"Set {key}=recompute, {off}", {key: "recompute"})
     if run.get(key := "correction.weight.ratio") not in (None, "rollout"):
-        reason = f"this ratio needs pi, but {section} needs the weights before the update."
+        reason = f"this ratio needs pi, which is computed in the update, but {section} needs the weights before it."
         yield run.problem(key, reason, f"Set {key}=rollout, {off}")
     for key in ("correction.weights", "correction.weight.when"):
         if (value := run.get(key)) and value != "any":
@@ -139,7 +138,7 @@ def count_rollouts(run: Configured) -> int:
 
 
 def list_train_files(run: Configured) -> list[str]:
-    """List the files of the training data, which may be missing from this machine."""
+    """List the files of the training data; they may not exist on this machine."""
     files = run.get("data.train_files")
     return [files] if isinstance(files, str) else list(map(str, files or []))
 
@@ -147,7 +146,7 @@ def list_train_files(run: Configured) -> list[str]:
 def read_train_column(run: Configured, column: str, rows: int | None = None) -> Iterator[tuple[str, list[Any]]]:
     """Read a column from each training data file that is a local Parquet file.
 
-    Unreadable files are skipped; verl's loader reports them.
+    Unreadable files are skipped, because verl's loader reports them.
 
     Args:
         rows: number of rows to read from the start; None: all rows.
@@ -172,7 +171,7 @@ def read_train_column(run: Configured, column: str, rows: int | None = None) -> 
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load a tokenizer from this machine or its cache; None if neither has it."""
+    """Load a tokenizer from a local path or the local cache; None if there is none."""
     from transformers import AutoTokenizer
 
     try:

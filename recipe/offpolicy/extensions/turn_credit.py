@@ -1,9 +1,9 @@
-"""Turn-level credit as an extension that replaces verl's estimator with one advantage for each turn of a rollout.
+"""Turn-level credit as an extension, which replaces verl's estimator and computes one advantage per turn.
 
-``turn_index`` compares a turn's discounted return with the returns of the siblings' turns with the same number.
-``return_to_go`` normalises turn rewards over all turns of the group and rollout rewards over its rollouts, and then
-sums them to the end of the rollout (process supervision in GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a
-turn as the step).
+``turn_index`` compares the discounted return of a turn with the returns of the turns with the same number in sibling
+rollouts. ``return_to_go`` normalises turn rewards over all turns of the group and rollout rewards over its rollouts,
+and then sums them from each turn to the end of the rollout (process supervision in GRPO: DeepSeekMath, arXiv
+2402.03300, section 4.1.3, with a turn as the step).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def compute_advantages(
     Args:
         counts: (R,) int64, number of turns in each rollout, at most K.
         rewards: (R, K) float64, rewards of turns; NaN where a turn has no reward.
-        scores: (R,) float64, reward of each rollout, credited to its last turn; None: rollout rewards are not used.
+        scores: (R,) float64, reward of each rollout, added to its last turn; None: rollout rewards are not used.
         coef: factor of ``rewards``.
         gamma: discount per turn.
-        by_std: True to divide by the standard deviation in addition to subtracting the mean.
+        by_std: True to divide by the standard deviation after subtracting the mean.
 
     Example:
         >>> turns = torch.tensor([[1.0, math.nan], [0.0, math.nan]]).double()
@@ -75,7 +75,7 @@ def compute_advantages(
 
 
 def _discount(values: Tensor, gamma: float) -> Tensor:
-    """Sum each (R, K) value with the discounted later values in its row."""
+    """Add to each (R, K) value the discounted later values in its row."""
     summed = values.clone()
     for k in range(values.shape[1] - 2, -1, -1):
         summed[:, k] += gamma * summed[:, k + 1]
@@ -83,7 +83,7 @@ def _discount(values: Tensor, gamma: float) -> Tensor:
 
 
 def _standardise(values: Tensor, by_std: bool) -> Tensor:
-    """Subtract the mean and divide by the standard deviation; 0 for a value without siblings or for equal values."""
+    """Subtract the mean and divide by the standard deviation; 0 for a single value or for equal values."""
     if len(values) < 2:
         return torch.zeros_like(values)
     above = values - values[0]
@@ -104,7 +104,7 @@ _RULES = (
     Rule(
         "coef",
         lambda values: values["coef"] != 1.0 and values["turn_rewards"] is None,
-        "there are no turn rewards to multiply.",
+        "there are no turn rewards to multiply by this factor.",
         lambda values: 1.0,
         "turn_rewards",
     ),
@@ -119,9 +119,8 @@ class TurnSettings(SectionSettings):
 
     Attributes:
         normalize: how turns are compared, see ``turn_credit``.
-        turn_rewards: field of verl's agent loop output that contains the turn rewards; None if there are no turn
-            rewards.
-        episode: whether the rollout's reward counts as a reward of its last turn.
+        turn_rewards: field of the agent loop's output that contains the turn rewards; None for no turn rewards.
+        episode: whether the rollout's reward is added to its last turn.
         coef: factor of the turn rewards.
     """
 
@@ -133,7 +132,7 @@ class TurnSettings(SectionSettings):
 
 
 class TurnCredit(AdvantageExtension):
-    """Extension for the turn-level credit of one run; see ``TurnSettings`` for its section."""
+    """Extension for turn-level credit; ``TurnSettings`` describes its section."""
 
     # Turn advantages equal GRPO's if all rollouts of a group have the same number of turns.
     title, prefix, differs = "turn-level credit", "turn_credit", False
@@ -154,7 +153,7 @@ class TurnCredit(AdvantageExtension):
             yield run.problem(agent, reason, fix, verdict="NO-OP", value=loop)
         key, named = f"{ROLLOUT}.multi_turn.max_parallel_calls", f"{section}.turn_rewards"
         if turn.turn_rewards == "tool_rewards" and int(run.get(key) or 1) > 1:
-            reason = "verl lists the tools' rewards without turns, so a turn that calls several tools is ambiguous."
+            reason = "verl lists tool rewards without their turns, so a turn that calls several tools is ambiguous."
             yield run.problem(key, reason, f"Set {key}=1, or {named}=null.")
         filled = run.get(f"{ROLLOUT}.multi_turn.interaction_config_path")
         if turn.turn_rewards == "turn_scores" and loop == "tool_agent" and not filled:
@@ -210,7 +209,7 @@ class TurnCredit(AdvantageExtension):
         return torch.where(mask, by_token, 0.0)
 
     def _read_rewards(self, batch: BatchView, sessions: Sessions, of_row: Sequence[int], counts: Tensor) -> Tensor:
-        """Read the turn rewards, (S, K) float64; NaN where a turn has no reward.
+        """Read the turn rewards, (S, K) float64, NaN for a turn without a reward.
 
         Raises:
             LivenessError: turn rewards are missing, or cannot be assigned to turns.
@@ -250,7 +249,7 @@ class TurnCredit(AdvantageExtension):
 
 
 def _number_turns(mask: Tensor, sessions: Sessions) -> tuple[Tensor, Tensor, Tensor]:
-    """Number turns over a session's rows, (n, T) per token; also return turn counts per row (n,) and session (S,)."""
+    """Number the turns of each session over its rows, (n, T) per token; also return turn counts, (n,) and (S,)."""
     index = turns(mask)
     of_row = torch.where(mask.any(-1), index.amax(-1) + 1, 0)
     counts = torch.zeros(len(sessions.last), dtype=torch.int64)

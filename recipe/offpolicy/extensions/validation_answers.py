@@ -1,7 +1,7 @@
-"""Answers of verl's validations: its dumps, pass rates of prompts, and easy and hard prompts fixed by an early step.
+"""Answers from verl's validations: dumps, pass rates of prompts, and easy and hard prompts fixed at an early step.
 
-A line of a dump is one sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer, ``uid`` in
-the form PROMPT_SESSION_OUTPUT. All outputs of a session have the same score.
+Each line of a dump is one sample with ``input``, ``output``, ``gts``, ``score``, ``step`` and, with the V1 trainer,
+``uid`` in the form PROMPT_SESSION_OUTPUT. All outputs of a session have the same score.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DumpError(ValueError):
 
 
 class Dumped(NamedTuple):
-    """One answer: the texts of prompt and answer, the score, and the trainer's step."""
+    """One answer: the prompt's text, the answer's text, the score, and the trainer's step."""
 
     prompt: str
     output: str
@@ -36,12 +36,12 @@ class Dumped(NamedTuple):
 
 
 def find_run(path: Path) -> str:
-    """Find the folder of a run's dumps: the file's folder, or its parent if it is ``round_N`` of dynamic validation."""
+    """Find the folder of a run's dumps: the file's folder, or its parent if the folder is a ``round_N``."""
     return str(path.parent.parent if _ROUND.fullmatch(path.parent.name) else path.parent)
 
 
 def name_runs(runs: Iterable[str]) -> dict[str, str]:
-    """Name folders by the parts of their paths that differ, followed by a comma; a single folder needs no name.
+    """Name each folder by the part of its path that differs, followed by a comma; a single folder gets no name.
 
     Example:
         >>> name_runs(["out/a/val", "out/b/val"]), name_runs(["out/a"])
@@ -71,10 +71,10 @@ def is_dump(path: Path) -> bool:
 
 
 def read_lines(path: Path, kind: type[ValueError], fix: str) -> Iterator[tuple[int, Any]]:
-    """Read a file of JSON lines as line numbers and values.
+    """Read a file of JSON lines; yield line numbers and values.
 
     Args:
-        kind, fix: the error to raise if a line is not JSON, and the end of its message.
+        kind, fix: class of the error to raise if a line is not JSON, and the advice at the end of its message.
 
     Raises:
         OSError: the file cannot be read.
@@ -143,7 +143,7 @@ def read_pass_rates(path: Path, correct_at_least: float) -> dict[str, float]:
 CLASSES = ("easy", "hard")
 OTHER = "other"
 _HOOK = "_maybe_log_val_generations"
-"""Method to which every trainer of verl 0.7.1 to 0.9.1 passes all texts and scores of a validation."""
+"""Method to which every trainer of verl 0.7.1 to 0.9.1 passes all texts and scores of each validation."""
 
 
 class Answer(NamedTuple):
@@ -155,7 +155,7 @@ class Answer(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """Answers to the prompts of one class: number of prompts, and mean pass rate and mean tokens over the prompts."""
+    """Answers to one class of prompts: number of prompts, mean pass rate, and mean number of tokens."""
 
     prompts: int
     pass_rate: float
@@ -217,7 +217,7 @@ def count_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
 
 @contextmanager
 def captured(trainer: Any) -> Iterator[list[tuple[list[str], list[str], list[float]]]]:
-    """Collect (prompts, outputs, scores) of each validation that verl runs within the context.
+    """Collect (prompts, outputs, scores) of each validation that verl runs inside the context.
 
     Raises:
         LivenessError: verl's trainer has no method that receives a validation's texts and scores.

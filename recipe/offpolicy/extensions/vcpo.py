@@ -1,8 +1,8 @@
-"""VCPO: the optimal off-policy baseline, and the learning rate scaled by each batch's effective sample size.
+"""VCPO: the optimal off-policy baseline, and a learning rate scaled by each batch's effective sample size.
 
-The baseline is an extension that computes advantages instead of verl's estimator. The scaling is proved by the rate
-that the optimizer used. Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``train_batch(self,
-data, loss_function)`` and ``optimizer_step(self)`` of the engine's instance.
+The baseline is an extension that computes advantages instead of verl's estimator. The learning rate that the optimizer
+used proves the scaling. Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``train_batch(self, data,
+loss_function)`` and ``optimizer_step(self)`` of the engine's instance.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Compute R_i - b, where b = sum_j e_j R_j / sum_j e_j over the group, or only over the siblings of i.
+    """Compute R_i - b, where b = sum_j e_j R_j / sum_j e_j over the group or, leaving one out, over the siblings of i.
 
     Args:
         rewards: (n,) float64, the rewards of one group.
         energy: (n,) float64, squared norm of each rollout's weighted gradient: w^2 times the squared norm of its score.
 
     Returns:
-        (n,) float64; 0 for a rollout whose comparison group has no energy, such as a group of one or a group whose
-        weights are all 0.
+        (n,) float64; 0 for a rollout whose baseline has a total energy of 0, for example in a group of one or if all
+        weights are 0.
 
     Example:
         >>> rewards, energy = torch.tensor([1.0, 0.0]).double(), torch.tensor([3.0, 1.0]).double()
@@ -67,14 +67,14 @@ def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) 
 
 @dataclass(frozen=True)
 class BaselineSettings(SectionSettings):
-    """Settings of the baseline: the rollouts from which it is computed."""
+    """Settings of the baseline; ``over`` selects the rollouts from which it is computed."""
 
     option, needed = "optimal_baseline/group", "over"
     over: Literal["group", "leave_one_out"]
 
 
 class OptimalBaseline(AdvantageExtension):
-    """The optimal baseline of one run, computed from a group's rollouts or, with ``leave_one_out``, from siblings."""
+    """The optimal baseline of one run, computed from all rollouts of a group or, leaving one out, from the siblings."""
 
     title, prefix, differs = "optimal baseline", "optimal_baseline", False
 
@@ -135,7 +135,7 @@ _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 @dataclass(frozen=True)
 class EssLrSettings(SectionSettings):
-    """Settings of the scaling: the factor is the ESS or its square root, but at least ``floor``."""
+    """Settings of the scaling: the factor is the ESS (linear) or its square root (sqrt), but at least ``floor``."""
 
     option, needed = "ess_lr/sqrt", "rule"
     rule: Literal["sqrt", "linear"]
@@ -165,7 +165,7 @@ class LrReport:
     Attributes:
         factor: the received factor; None if no factor arrived.
         planned: the scheduler's learning rates.
-        read: the optimizer's learning rates, read after its step; None if it did not step.
+        read: the optimizer's learning rates, read after its step; None if it skipped the step.
         stepped: whether the gradient was finite; verl steps only then.
     """
 
@@ -176,7 +176,7 @@ class LrReport:
 
 
 class ScaledSteps:
-    """Scaling of one engine's learning rate; outside a step, the optimizer and the scheduler are unchanged."""
+    """Scales the learning rate of one engine; outside a step, the optimizer and the scheduler are unchanged."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -220,11 +220,11 @@ def scale_steps(worker: Any) -> None:
 
 
 RATE_ERROR = 1e-12
-"""Accepted relative difference of two learning rates."""
+"""Largest relative difference between two learning rates that count as equal."""
 
 
 class EssLr(Extension):
-    """Extension that scales the learning rate of one run; see ``EssLrSettings`` for its section."""
+    """Extension that scales the learning rate; ``EssLrSettings`` describes its section."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
@@ -258,7 +258,7 @@ class EssLr(Extension):
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         statistics = batch.weigh()[1]
-        # If there is no weight, weight/ess is computed as if all weights were 1.
+        # Without a configured weight, weight/ess is computed as if all weights were 1.
         self._ess = statistics["weight/ess" if "raw_weight/ess" in statistics else "rollout_ratio/ess"].value()
         self._factor = self.ess_lr.compute_factor(self._ess)
 
@@ -284,12 +284,12 @@ class EssLr(Extension):
 
 
 def find_wrong_rate(reports: Sequence[Any], factor: float) -> str | None:
-    """Find a step of one update that did not use the scheduler's rate times ``factor``; None if all steps did."""
+    """Describe a step of an update that did not use the scheduler's rate times ``factor``; None if there is none."""
     if not reports or None in reports:
         return "an update reported no step of verl's optimizer, so its learning rate is unknown"
     for report in reports:
         if report.factor != factor:
-            return f"the worker's factor is {report.factor}, but the trainer's is {factor}"
+            return f"the worker received the factor {report.factor}, but the trainer computed {factor}"
         if report.read is None:
             if report.stepped:
                 return "the engine's optimizer did not step, although the gradient is finite"

@@ -97,8 +97,8 @@ def test_an_update_of_a_warm_up_at_zero_proves_nothing() -> None:
     ("reports", "said"),
     [
         ([None], "its learning rate is unknown"),
-        ([seen(None, 0.01)], "the worker's factor is None"),
-        ([seen(0.5, 0.005)], "the worker's factor is 0.5"),
+        ([seen(None, 0.01)], "the worker received the factor None"),
+        ([seen(0.5, 0.005)], "the worker received the factor 0.5"),
         ([seen(0.9, 0.01)], "stepped at a learning rate of 0.01 instead of 0.009"),
         ([seen(0.9)], "did not step"),
     ],

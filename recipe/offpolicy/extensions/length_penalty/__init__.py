@@ -1,1 +1,1 @@
-"""Length penalties: uniform, within the group, above an anchor or a reference; before or after normalisation."""
+"""Length penalties: uniform, group-relative, or above an anchor or reference length."""

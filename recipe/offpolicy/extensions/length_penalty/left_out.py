@@ -1,7 +1,8 @@
-"""A verl data set of training prompts, without the prompts that an early checkpoint rarely solved.
+"""A verl data set that leaves out the training prompts that an early checkpoint rarely solved.
 
-Patched in verl 0.7.1 to 0.9.1: ``data.custom_cls``, and ``_read_files_and_tokenize`` of ``RLHFDataset``, which also
-reads the files again when a run is resumed. verl uses the same class for the validation set.
+In verl 0.7.1 to 0.9.1, ``data.custom_cls`` selects this class. It overrides ``_read_files_and_tokenize`` of
+``RLHFDataset``, which also reads the files again when a run is resumed. verl uses the same class for the validation
+set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class EasierPrompts(RLHFDataset):
     """verl's data set without the prompts whose pass rate in a dump is below a limit.
 
     Attributes:
-        total, known, left_out: number of all prompts, of prompts that occur in the dump, and of prompts left out.
+        total, known, left_out: number of prompts in all, of prompts that occur in the dump, and of prompts left out.
     """
 
     total = known = left_out = 0
@@ -51,7 +52,7 @@ class EasierPrompts(RLHFDataset):
         self.dataframe = self.dataframe.select(keep)
 
     def _write(self, row: Any) -> str:
-        """Write a prompt as verl's dumps do: with the chat template, and without special tokens."""
+        """Format a prompt as in verl's dumps: with the chat template, and without special tokens."""
         options = dict(self.apply_chat_template_kwargs)
         for name in ("tokenize", "return_dict", "return_tensors"):
             options.pop(name, None)

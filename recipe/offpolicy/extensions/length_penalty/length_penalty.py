@@ -1,4 +1,4 @@
-"""The length penalty as an extension, applied to rewards before verl's group normalisation, or to advantages after."""
+"""The length penalty as an extension, applied to rewards before verl's normalisation or to advantages after it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LengthPenalty(AdvantageExtension):
     def meaning(self) -> str:
         length = self.length
         if length.kind == "none":
-            return "none, lengths are measured" + (", cut answers are dropped" if self._drops else "")
+            return "none, lengths are measured" + (", truncated answers are dropped" if self._drops else "")
         reference = f" {length.reference}" if length.kind == "reference" else ""
         return f"{length.kind}{reference}, coefficient={length.coefficient:g}, {length.place} normalisation"
 
@@ -97,7 +97,7 @@ class LengthPenalty(AdvantageExtension):
         return {f"{name}.{key}": fix for key, fix in used.items() if fix}
 
     def load_prompts(self, loader: Any) -> Any:
-        """Check that the left-out prompts are not among the training prompts."""
+        """Check that the training prompts do not include any prompt that must be left out."""
         if self.length.leave_out.dump is None:
             return loader
         from .left_out import EasierPrompts
@@ -105,7 +105,7 @@ class LengthPenalty(AdvantageExtension):
         data = loader.dataset
         if not isinstance(data, EasierPrompts) or len(data) != data.total - data.left_out or not data.total:
             read = f"a {type(data).__name__} with {len(data)} prompts"
-            raise LivenessError(f"{self.section}.leave_out: verl's loader reads {read}, of which none was left out.")
+            raise LivenessError(f"{self.section}.leave_out: verl's loader reads {read}, and no prompt was left out.")
         self._left_out = data.left_out
         logger.info(
             "%s.leave_out LIVE: %d of %d training prompts are left out; %d are not in the dump, and are kept.",
@@ -165,7 +165,7 @@ class LengthPenalty(AdvantageExtension):
         """Check the final advantages; ``_changed`` counts only this extension's changes.
 
         Raises:
-            LivenessError: a dropped answer has an advantage, for example because a later extension adds to it.
+            LivenessError: a dropped answer has a nonzero advantage, for example because a later extension changed it.
         """
         if not self._acts and not self._drops:
             return
@@ -180,9 +180,9 @@ class LengthPenalty(AdvantageExtension):
                 )
 
     def _check_estimator(self, batch: BatchView, advantages: Advantages) -> None:
-        """Compare verl's advantages for the lowered rewards with a second implementation of its estimator.
+        """Compare verl's advantages for the penalised rewards with a second implementation of verl's estimator.
 
-        GRPO compares sessions by their last rows; for other estimators, each row is a sample.
+        GRPO uses only the last row of each session; other estimators treat each row as a sample.
         """
         measured = self._measured
         assert measured is not None
@@ -234,7 +234,7 @@ class LengthPenalty(AdvantageExtension):
             )
         if self._acts and not self._proved:
             reason = "all sequences of a group received the same penalty"
-            return f"no advantage has changed, because {reason} ({section}.kind)."
+            return f"no advantage was changed, because {reason} ({section}.kind)."
         if self._drops and not self._dropped:
             return f"no answer has reached data.max_response_length yet ({section}.truncated)."
         if length.leave_out.dump is not None and not self._left_out:
@@ -298,7 +298,7 @@ class LengthPenalty(AdvantageExtension):
         cut = int((sessions.truncated & measured.right).sum())
         if cut and not self._warned:
             self._warned = True
-            logger.warning("%d answers were cut off at data.max_response_length, but count as correct.", cut)
+            logger.warning("%d answers were truncated at data.max_response_length, but count as correct.", cut)
 
     def _note_share(self, moved: Tensor, without: Tensor) -> None:
         total = float(moved.abs().sum() + without.abs().sum())

@@ -15,17 +15,17 @@ from ..batch_view import BatchView, Sessions, identify_prompts, read_sessions
 from .settings import LengthSettings, read_length
 
 Answer = tuple[bool, float]
-"""Whether the answer is correct, and its number of response tokens."""
+"""(correct, tokens): whether the answer is correct, and its number of response tokens."""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A frozen anchor.
+    """An anchor length that no longer changes.
 
     Attributes:
         length: mean number of tokens of the correct answers in the window, at least 1.
         step: step at which the anchor was frozen.
-        answers: number of correct answers in the mean.
+        answers: number of correct answers over which the mean was taken.
     """
 
     length: float
@@ -37,14 +37,14 @@ class Anchor:
 class Anchors:
     """Anchors of a run, by prompt or by data source.
 
-    A prompt's answers are kept, step by step, until the share of correct answers among at least ``min_samples`` answers
-    exceeds ``pass_rate``. The anchor is then frozen permanently, and the answers are dropped. The order of answers
-    within a step does not matter, because whole steps enter and leave the window.
+    A prompt's answers are collected step by step until the share of correct answers among at least ``min_samples``
+    answers exceeds ``pass_rate``. The anchor is then frozen, and the answers are discarded. The order of answers within
+    a step does not matter, because whole steps enter and leave the window.
 
     Attributes:
-        pass_rate: in (0, 1), exclusive.
+        pass_rate: in (0, 1); the share of correct answers must exceed this value.
         min_samples: smallest number of answers from which the share of correct answers is computed.
-        window: minimum number of latest answers that are kept, if available.
+        window: number of most recent answers to keep, rounded up to whole steps.
     """
 
     pass_rate: float
@@ -54,7 +54,7 @@ class Anchors:
     _open: dict[str, list[list[Answer]]] = field(default_factory=dict)
 
     def add(self, step: int, answers: Iterable[tuple[str, bool, float]]) -> int:
-        """Add one step's answers as (prompt, correct, tokens); return the number of newly frozen anchors."""
+        """Add one step's answers, as (prompt, correct, tokens); return how many anchors this step froze."""
         by_prompt: dict[str, list[Answer]] = {}
         for name, right, tokens in answers:
             if name not in self.frozen:
@@ -92,12 +92,12 @@ class Anchors:
 
 
 EASY, HARD = 0.9, 0.1
-"""Smallest share of correct answers in an easy group, and largest share in a hard group."""
+"""Minimum share of correct answers in an easy group, and maximum share in a hard group."""
 CLASSES = ("right", "wrong", "easy", "hard")
 
 
 def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Compute the mean, median and 90th percentile of lengths, for correct and wrong answers, easy and hard prompts.
+    """Compute the mean, median and 90th percentile of lengths for correct and wrong answers, and easy and hard prompts.
 
     Args:
         tokens: (S,) response tokens of each session.
@@ -105,8 +105,9 @@ def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequen
         groups: sessions of each group.
 
     Returns:
-        ``CLASS/mean``, ``CLASS/p50``, ``CLASS/p90``, NaN for a class without sessions, ``CLASS/sequences``, and
-        ``correlation`` of length and correctness within groups, NaN if either does not vary.
+        ``CLASS/mean``, ``CLASS/p50`` and ``CLASS/p90``, which are NaN for a class without sessions;
+        ``CLASS/sequences``; and ``correlation`` of length and correctness within groups, which is NaN if either is
+        constant.
     """
     members = {name: torch.zeros(len(tokens), dtype=torch.bool) for name in ("easy", "hard")}
     counted = torch.zeros(len(tokens), dtype=torch.bool)
@@ -137,12 +138,12 @@ EPSILON = 1e-6
 
 
 def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence[int]], *, by_std: bool) -> Tensor:
-    """Compute the decrease of advantages after normalisation, (P_i - mean P) / s in each group, (S,) float64.
+    """Compute how far each normalised advantage is lowered: (P_i - mean P) / s in each group, (S,) float64.
 
     s is the standard deviation by which verl has divided the group's rewards. If the rewards are equal within float32
-    rounding, s is 1, so that the coefficient keeps its meaning in such groups. If penalties differ by more than
-    rewards, 1 / s is bounded: no shift exceeds the group's largest advantage in verl (at most sqrt(n - 1) for n rows)
-    or the largest |P_i - mean P|, whichever is larger. The groups' mean advantages are unchanged.
+    rounding, s is 1, so the penalty is applied unscaled. If penalties differ by more than rewards, 1 / s is bounded: no
+    shift exceeds the group's largest advantage in verl (at most sqrt(n - 1) for n rows) or the largest |P_i - mean P|,
+    whichever is larger. The mean advantage of each group does not change.
 
     Args:
         penalty: (S,) penalty of each session.
@@ -159,7 +160,7 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
 
 
 def _compute_factor(scores: Tensor, largest: float) -> float:
-    """Compute 1 / s for one group whose penalties differ by at most ``largest`` from their mean."""
+    """Compute 1 / s for one group whose penalties deviate from their mean by at most ``largest``."""
     scores = scores.double()
     spread = measure_spread(scores, centred=True)
     verls = 1 / (spread.value + EPSILON)
@@ -169,7 +170,7 @@ def _compute_factor(scores: Tensor, largest: float) -> float:
 
 
 def compare_rewards(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Compute how certainly each group's rewards differ, in [0, 1]: 0 if they agree within float32 rounding."""
+    """Compute a confidence in [0, 1] that each group's rewards differ: 0 if they agree within float32 rounding."""
     return {name: measure_spread(scores[torch.tensor(at)], centred=True).certainty for name, at in groups.items()}
 
 
@@ -222,12 +223,12 @@ class Measured:
 
     Attributes:
         right: (S,) bool.
-        anchors: (S,) lengths with which sessions are compared.
-        new: number of anchors that this batch has frozen.
+        anchors: (S,) anchor or reference length of each session.
+        new: number of anchors that were frozen with this batch.
         groups: sessions of each group, without silent sessions.
         equal: number of groups whose rewards are equal within float32 rounding.
-        penalty: (S,) float64, with warm-up; 0 outside of groups.
-        weight: factor of the warm-up.
+        penalty: (S,) float64, including the warm-up factor; 0 for sessions in no group.
+        weight: warm-up factor.
     """
 
     sessions: Sessions
@@ -272,7 +273,7 @@ def measure(
 def _find_anchors(
     section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, sessions: Sessions, right: Tensor
 ) -> tuple[list[float | None], int]:
-    """Find the length with which each session is compared, and count the anchors that this batch freezes.
+    """Find the anchor or reference length of each session, and count the anchors that this batch freezes.
 
     Raises:
         ValueError: a row of the data set has no reference length.
@@ -302,7 +303,7 @@ def _find_anchors(
 
 
 RESOLUTION = 2.0**-23
-"""Rounding of float32, in which verl subtracts means."""
+"""Rounding error of float32, the dtype in which verl subtracts means."""
 
 
 def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) -> list[float]:

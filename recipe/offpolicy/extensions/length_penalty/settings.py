@@ -18,9 +18,9 @@ from ..validation_answers import is_dump
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
 COEFFICIENT: Mapping[str, float] = {"none": 0.0, "uniform": 1e-4, "group": 0.1, "anchor": 0.01, "reference": 0.01}
-"""Values used if ``coefficient`` is null."""
+"""Default coefficient of each kind, used if ``coefficient`` is null."""
 COLUMN = "extra_info."
-"""Prefix of a reference length's name in the data set."""
+"""Prefix of ``reference`` if it names a column of the data set."""
 
 
 def _is_reference(value: Any) -> bool:
@@ -30,7 +30,7 @@ def _is_reference(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """Settings of ``penalties.Anchors``; ``per``: one anchor per prompt, or per data source."""
+    """Settings of ``penalties.Anchors``; ``per`` selects one anchor per prompt or one per data source."""
 
     pass_rate: Annotated[float, number("a share in (0, 1)", above=0, below=1)]
     min_samples: Annotated[int, count("a number of answers, 1 or more")]
@@ -40,7 +40,7 @@ class AnchorSettings:
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """Warm-up: the penalty is 0 up to a given step, then grows linearly to full size over a given number of steps."""
+    """Settings of the warm-up: the penalty is 0 up to ``from_step``, then grows linearly for ``steps`` steps."""
 
     from_step: Annotated[int, count("a step, 0 or more", 0)]
     steps: Annotated[int, count("a number of steps, 0 or more", 0)]
@@ -51,8 +51,7 @@ _FIXED = ("classes.from_step", ...)
 
 @dataclass(frozen=True)
 class ClassSettings:
-    """Settings of fixed classes; if ``from_step`` is set, the first validation at or after it determines the
-    classes."""
+    """Settings of the easy and hard prompts, which the first validation at or after ``from_step`` determines."""
 
     from_step: Annotated[int | None, count("a step, 0 or more, or null", 0, null=True)]
     samples: Annotated[int, count("a number of answers, 1 or more", read_with=_FIXED)]
@@ -62,7 +61,7 @@ class ClassSettings:
 
 @dataclass(frozen=True)
 class LeaveOutSettings:
-    """Settings for omitting prompts with a pass rate under ``below`` in the file ``dump``; None keeps all prompts."""
+    """Settings that leave out prompts with a pass rate under ``below`` in the file ``dump``; None keeps all prompts."""
 
     dump: Annotated[
         str | None, Key(lambda value: value is None or (isinstance(value, str) and value != ""), "a file, or null")
@@ -75,16 +74,15 @@ class LengthSettings(SectionSettings):
     """Settings of the length penalty.
 
     Attributes:
-        kind: see ``penalties.penalties``; none: lengths are only measured.
+        kind: see ``penalties.penalties``; with ``none``, lengths are only measured.
         coefficient: factor of the penalty.
         place: after verl's normalisation within the group, or before it, on the rewards.
         zero_variance: whether groups whose rewards are equal within float32 rounding are penalised or skipped.
         applies_to: all rows, or only the correct ones.
         correct_at_least: smallest score of a correct row.
-        reference: number of tokens, or ``extra_info.NAME``, a field of the data set; None for no reference.
+        reference: number of tokens, or a field ``extra_info.NAME`` of the data set; None for no reference.
         most: largest absolute penalty of a row; None: no limit.
-        truncated: whether answers of the maximum length stay in the loss or are dropped by setting their advantage to
-            0.
+        truncated: whether answers of the maximum length are kept, or dropped by setting their advantage to 0.
     """
 
     option, needed = "length_penalty/anchor", "kind"
@@ -115,7 +113,7 @@ class LengthSettings(SectionSettings):
 
     @classmethod
     def from_mapping(cls, section: str, values: Any) -> LengthSettings:
-        """Build the settings from the values of the section; a null coefficient becomes the kind's own.
+        """Build the settings from the values of the section; a null coefficient is replaced with the kind's default.
 
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
@@ -130,7 +128,7 @@ class LengthSettings(SectionSettings):
         return given if given.coefficient is not None else replace(given, coefficient=COEFFICIENT[given.kind])
 
     def compute_warmup(self, step: int) -> float:
-        """Compute the factor of the penalty at a step, in [0, 1]."""
+        """Compute the warm-up factor of the penalty at a step, in [0, 1]."""
         past = step - self.warmup.from_step
         return float(past > 0) if self.warmup.steps == 0 else min(1.0, max(0.0, past / self.warmup.steps))
 
@@ -150,7 +148,7 @@ def read_length(info: Any, reference: str) -> float | None:
 
 
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
-"""Maps the penalty's place to verl's estimators that compare a row's reward only with the rewards of its group.
+"""Maps ``place`` to the estimators of verl that compare a row's reward only with the rewards of its group.
 
 The vectorized estimators differ in how they treat groups of one and, in verl 0.7.1, groups whose rewards are nearly
 equal.
@@ -159,7 +157,7 @@ _OVERLONG = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": "reward.reward_manager.name",
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward_model.reward_manager",
 }
-"""DAPO's soft punishment of long answers, with the key of the reward manager that reads it."""
+"""Keys of DAPO's soft overlong penalty, each with the key of the reward manager that reads it."""
 DATA_CLASS, LEAVE_OUT = "data.custom_cls", "offpolicy_leave_out"
 """verl's key of the data set's class, and the key of ``data`` that ``left_out.EasierPrompts`` reads."""
 _FILTER = "algorithm.filter_groups.enable"
@@ -180,7 +178,11 @@ def find_problems(section: str, settings: LengthSettings, run: Configured) -> It
     if settings.coefficient == 0:
         key = f"{section}.coefficient"
         yield run.problem(
-            key, "a penalty of 0 does nothing.", sets={key: None}, verdict="NO-OP", value=settings.coefficient
+            key,
+            "a penalty with coefficient 0 has no effect.",
+            sets={key: None},
+            verdict="NO-OP",
+            value=settings.coefficient,
         )
         return
     yield from _find_conflicts(section, settings, run)
@@ -214,7 +216,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
         reason = "groups with equal rewards are dropped, so the length of easy prompts is not penalised."
         yield run.problem(f"{section}.zero_variance", reason, verdict="NOTE", value="skip", alongside=[_FILTER])
     if settings.kind == "group" and count_rollouts(run) == 1:
-        reason = "a group of one has no other length to compare with."
+        reason = "a group of one answer has no other length to compare with."
         yield wrong(f"{section}.kind", reason, "uniform", value="group", alongside={ROLLOUTS: 1})
     longest = run.get(key := "data.max_response_length")
     loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
@@ -282,4 +284,10 @@ def _check_classes(section: str, settings: ClassSettings, from_step: int, run: C
     steps, key = run.get(_STEPS), f"{section}.from_step"
     if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
         fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
-        yield run.problem(key, "no validation will fix or track the classes.", fix, verdict="NO-OP", value=from_step)
+        yield run.problem(
+            key,
+            "no validation will determine or track the easy and hard prompts.",
+            fix,
+            verdict="NO-OP",
+            value=from_step,
+        )

@@ -1,1 +1,1 @@
-"""On-policy distillation: a teacher's log-probs supervise failed rollouts of prompts that are rarely solved."""
+"""On-policy distillation: a teacher's log-probs supervise failed rollouts of rarely solved prompts."""

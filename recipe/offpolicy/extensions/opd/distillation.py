@@ -1,8 +1,8 @@
-"""On-policy distillation as an extension: trains on a teacher's log-probs for failed rollouts of hard prompts.
+"""On-policy distillation as an extension, which trains failed rollouts of hard prompts on a teacher's log-probs.
 
-A batch's requests to the teacher start as soon as its rewards are known, and run while the workers compute pi_old. The
-computation of advantages waits for the answers. ``opd=advantage`` replaces the advantages of eligible tokens with K1;
-``opd=loss`` adds K2 to the loss.
+Requests to the teacher are sent as soon as a batch's rewards are known, and run while the workers compute pi_old.
+Advantages are computed once the answers have arrived. ``opd=advantage`` replaces the advantages of eligible tokens with
+K1; ``opd=loss`` adds K2 to the loss.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ from .teacher_client import Row, Scoring, TeacherClient
 logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
-"""Share of the loss's gradient above which the teacher counts as dominating the rewards, and number of consecutive
-updates with such a share before the warning."""
+"""The run warns that the teacher dominates the rewards if its share of the loss's gradient exceeds ``DOMINATES`` in
+``UPDATES`` consecutive updates."""
 IDLE = 20
 """Number of consecutive updates without an eligible row before the warning."""
 PROBES = 2
 """Number of rows per batch that are scored again."""
 SILENT = 1e-3
-"""Largest gap, in nats, between two engines with the same weights."""
+"""Largest gap, in nats, that two engines with the same weights may show."""
 
 
 COLUMN = Column("the teacher's log-probs", "Check the log of the server in opd.teacher.url.", LivenessError)
 ROUNDING = 2.0**-22
-"""Relative difference up to which two log-probs count as the same number in float32."""
+"""Relative difference up to which two float32 log-probs count as equal."""
 APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
-"""In nats: the limit of the mean difference between two scores of a long row, the amount added for a single token, and
-the cap on one token's difference."""
+"""Limits in nats: ``APART`` bounds the mean difference between two scorings of a long row, ``APART_ALONE`` is added for
+a row of one token, and ``MOST_APART`` caps the difference of one token."""
 
 
 def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
-    """Check from the values of the teacher's scores that they can be log-probs of a policy other than the student.
+    """Check that the teacher's scores look like log-probs, and like those of a policy other than the student.
 
     Args:
         student: (B, T) log pi_old.
@@ -75,7 +75,8 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
         scored: (B, T) bool.
 
     Raises:
-        LivenessError: values are zeros, all equal, mostly not finite, above 0, or bitwise the student's in float32.
+        LivenessError: values are zeros, all equal, mostly not finite, above 0, or equal to the student's within float32
+            rounding.
     """
     check_arrived(teacher, scored, COLUMN)
     check_zeros(teacher, student, scored, COLUMN)
@@ -91,14 +92,14 @@ def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
 def _compute_unrelated_limit(rows: int) -> float:
     """Compute the concordance below which scores of this many rows carry no information about their tokens.
 
-    The concordance expected by chance is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree
-    about most tokens of failed rows; one teacher that improved its student had a concordance of 0.17 on such rows.
+    By chance, the expected concordance is 0, with a standard deviation of about 0.7 / sqrt(rows). A useful teacher may
+    disagree about most tokens of failed rows: one that improved its student had a concordance of 0.17 on such rows.
     """
     return 0.12 - 2.8 / math.sqrt(rows)
 
 
 def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
-    """Build the checker of the teacher's log-probs against the student's."""
+    """Build the checker that compares the teacher's log-probs with the student's."""
     lost = "the teacher teaches nothing about these tokens; compare its vocabulary and chat template with the student's"
     names = "the teacher's log-probs", "the teacher", lost
     return AlignmentChecker(allow_unrelated, _compute_unrelated_limit, 1024, *names)
@@ -114,7 +115,7 @@ def check_repeated(first: Sequence[float], again: Sequence[float], what: str) ->
     apart = [min(abs(one - other), MOST_APART) if one != other else 0.0 for one, other in pairs]
     mean, allowed = math.fsum(apart) / len(apart), APART + APART_ALONE / math.sqrt(len(apart))
     if not mean <= allowed:
-        reason = "The teacher serves other weights than before, mixes up rows of a request, or its servers differ."
+        reason = "The teacher's weights have changed, it mixes up the rows of a request, or its servers differ."
         differ = f"its {len(apart)} log-probs differ by {mean:.2g} nats on average (allowed: {allowed:.2g})"
         raise LivenessError(f"opd: {what}: {differ}. {reason}")
 
@@ -128,7 +129,7 @@ class Teacher:
         scoring: the pending log-probs of the batch.
         first: the first row that was scored again, with its log-probs.
         probed: the step at which rows were last scored again.
-        again: repeated scorings of the batch: (scoring, expected log-probs or None for those of ``scoring``, what).
+        again: repeated scorings: (scoring, expected log-probs, description); None expects those of ``scoring``.
     """
 
     client: TeacherClient
@@ -140,7 +141,7 @@ class Teacher:
     again: list[tuple[Scoring, list[float] | None, str]] = field(default_factory=list)
 
     def start(self, rows: Sequence[Row], step: int) -> None:
-        """Request log-probs, then again for two rows of the batch, each alone, and for the first row of the run."""
+        """Request log-probs of the batch, and repeat the requests for two of its rows alone and for an earlier row."""
         self.scoring, self.again = self.client.start(rows), []
         due = self.probed is None or (self.every is not None and step >= self.probed + self.every)
         if self.every is None or not rows or not due:
@@ -153,7 +154,7 @@ class Teacher:
             self.again.append((self.client.start([row]), answer, "a sequence of an earlier step was scored again"))
 
     def wait(self) -> dict[int, list[float]]:
-        """Wait for the log-probs, by the row's number in the batch, and compare them with repeated scorings."""
+        """Wait for the log-probs, compare them with repeated scorings, and return them by row number."""
         found = self.client.wait(self.scoring)
         answers = {row.number: values for row, values in zip(self.scoring.rows, found, strict=True)}
         for scoring, expected, what in self.again:
@@ -164,7 +165,7 @@ class Teacher:
 
 
 class OnPolicyDistillation(Extension):
-    """Extension for the distillation of one run; see ``settings.OpdSettings`` for its section."""
+    """Extension for on-policy distillation; ``settings.OpdSettings`` describes its section."""
 
     phase = "teacher"
 
@@ -211,7 +212,7 @@ class OnPolicyDistillation(Extension):
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """All settings except those for reaching the teacher."""
+        """All settings except those needed to connect to the teacher."""
         return {name: value for name, value in self.settings.items() if name != "teacher"}
 
     @property
@@ -256,7 +257,7 @@ class OnPolicyDistillation(Extension):
             teacher.start(rows[source], batch.step)
 
     def _choose_teachers(self, batch: BatchView) -> list[str | None]:
-        """Choose each row's teacher by the row's data source; None if the source has no teacher."""
+        """Choose each row's teacher by data source; None if the source has no teacher."""
         default = "" if "" in self._teachers else None
         if not self._teachers.keys() - {""}:
             return [default] * len(batch.uids)
@@ -264,7 +265,7 @@ class OnPolicyDistillation(Extension):
         return [source if source in self._teachers else default for source in sources]
 
     def _follow(self, value: float) -> None:
-        """Set the schedule's factor; with a factor of 0, no row is eligible."""
+        """Set the schedule's factor. If it is 0, no row is eligible."""
         plan = self.opd.schedule
         if not math.isnan(value) and plan.start is not None and plan.end is not None:
             self._factor = signal.compute_factor(value, start=plan.start, end=plan.end, final=plan.final)
@@ -273,7 +274,7 @@ class OnPolicyDistillation(Extension):
             self._found["opd/frac_opd_samples"] = 0.0
 
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
-        """Find the eligible rows, (n,) bool: rows of eligible sessions that have a token; also record the shares."""
+        """Find the rows of eligible sessions that have a token, (n,) bool, and record their share."""
         gate = self.opd.eligible
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         sessions, uids = list(batch.sessions), list(batch.uids)
@@ -306,7 +307,7 @@ class OnPolicyDistillation(Extension):
         for source in self._teachers:
             check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
-        # For an excluded token, the finite log-prob whose gap is at the bound is sent instead.
+        # Send a finite log-prob for excluded tokens: the one whose gap equals the bound.
         teacher = torch.where(excluded, student - opd.max_gap, teacher)
         gaps = signal.compute_gaps(student, teacher, near, max_gap=opd.max_gap)
         scale, centre = 1.0, 0.0
@@ -337,7 +338,7 @@ class OnPolicyDistillation(Extension):
         return replaced
 
     def _note(self, student: Tensor, teacher: Tensor, excluded: Tensor, gaps: Tensor) -> None:
-        """Check that the teacher's log-probs belong to their tokens, and record metrics of its answers."""
+        """Check that the teacher's log-probs belong to their tokens, and record metrics of the answers."""
         near, scorings = self._near, [each.scoring for each in self._teachers.values()]
         rows = [row for scoring in scorings for row in scoring.rows]
         raw = torch.where(near & ~excluded, student - teacher, 0.0).abs()
@@ -413,7 +414,7 @@ class OnPolicyDistillation(Extension):
         return None if self._proved else "no scored token had a gradient (opd.coef)."
 
     def _watch(self, share: float) -> None:
-        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for a long time."""
+        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for many updates."""
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(
@@ -424,7 +425,7 @@ class OnPolicyDistillation(Extension):
         self._idle = 0 if self._sent or self._factor == 0 else self._idle + 1
         if self._idle == IDLE:
             logger.warning(
-                "opd does nothing: no rollout was eligible in %d updates. Fix: set a larger "
+                "opd has no effect: no rollout was eligible in %d updates. Fix: set a larger "
                 "opd.eligible.max_pass_rate, or another opd.eligible.passed_above.",
                 IDLE,
             )

@@ -1,7 +1,7 @@
 """Rejection fine-tuning (RFT): SFT on the student's own correct answers, written in the teacher's format.
 
-A teacher's log-probs are meaningful only if the student writes in the teacher's format. The student's answers are
-sampled from a server, the correct answers are kept, and verl's SFT trainer trains the student on them.
+A teacher's log-probs are meaningful only if the student answers in the teacher's format. This module samples the
+student's answers from a server and keeps the correct ones. verl's SFT trainer then trains the student on them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .settings import TeacherSettings
 from .teacher_client import Server, TeacherError, parse_object
 
 Score = Callable[..., Any]
-"""verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with one."""
+"""verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score or a mapping with a
+score."""
 DATASET = "pkg://recipe.offpolicy.extensions.opd.rft_dataset"
 
 
 class RftError(RuntimeError):
-    """The data set cannot be built; the message says what is wrong, and what to do."""
+    """The data set cannot be built; the message says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Sampling:
     Attributes:
         n: number of answers per prompt.
         max_tokens: maximum number of tokens per answer; longer answers are dropped.
-        stop: texts at which an answer ends; they are not part of the answer.
+        stop: texts that end an answer; they are not part of the answer.
     """
 
     n: int = 8
@@ -54,9 +55,9 @@ class Found:
     """Answers to one prompt.
 
     Attributes:
-        finished: number of answers that ended on their own.
-        right: number of correct answers among these.
-        kept: different correct answers, in the teacher's format.
+        finished: number of answers that ended before ``max_tokens``.
+        right: number of correct answers among the finished ones.
+        kept: distinct correct answers, in the teacher's format.
     """
 
     finished: int
@@ -65,7 +66,7 @@ class Found:
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Render a prompt for sampling the student: with its chat template or, without one, as bare texts, one per line."""
+    """Render a prompt with the student's chat template; without a template, join the messages' texts by newlines."""
     if getattr(tokenizer, "chat_template", None):
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
@@ -76,7 +77,7 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list
 def sample(
     settings: TeacherSettings, model: str, prompts: Sequence[Sequence[int]], how: Sampling
 ) -> list[list[str | None]]:
-    """Sample answers to each prompt from an OpenAI-compatible server; None stands for an answer that did not end.
+    """Sample answers to each prompt from an OpenAI-compatible server; an answer that did not end is None.
 
     Raises:
         TeacherError: the server does not answer, or its answer is malformed.
@@ -118,7 +119,7 @@ def _read_answers(text: bytes, url: str, count: int) -> list[str | None]:
 
 
 def format_answer(text: str, pattern: str) -> str:
-    """Put an answer into the teacher's format: ``{response}`` is the whole answer, ``{last}`` its last line with text.
+    """Format an answer like the teacher: ``{response}`` is the whole answer, ``{last}`` its last nonempty line.
 
     Example:
         >>> format_answer("6 * 7\\nis 42", "<think>\\n{response}\\n</think>\\n\\n{last}")
@@ -132,7 +133,7 @@ def format_answer(text: str, pattern: str) -> str:
 def keep_right(
     answers: Sequence[str | None], row: Mapping[str, Any], score: Score, *, right_from: float, most: int, pattern: str
 ) -> Found:
-    """Keep at most ``most`` different correct answers of one prompt, drawn at random.
+    """Keep at most ``most`` distinct correct answers to one prompt, drawn at random.
 
     An answer counts as correct if its score is at least ``right_from`` both as sampled and in the teacher's format.
 
@@ -171,7 +172,7 @@ def keep_right(
 
 
 def load_score(given: str | None) -> Score:
-    """Load verl's own reward function, or FILE:FUNCTION with the same arguments.
+    """Load verl's own reward function, or a function with the same arguments given as FILE:FUNCTION.
 
     Raises:
         RftError: there is no such function.
@@ -192,7 +193,7 @@ def load_score(given: str | None) -> Score:
 
 
 def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], folder: Path, teacher: Any) -> int:
-    """Write ``train.parquet`` and the teacher's tokenizer, and load every row as verl's SFT trainer does.
+    """Write ``train.parquet`` and the teacher's tokenizer, then load every row as verl's SFT trainer would.
 
     Returns:
         Length of the longest row, in tokens.
@@ -229,7 +230,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
 
 
 def _squeeze(text: str) -> str:
-    """Remove differences that tokenizers introduce: white space, and different forms of one letter."""
+    """Remove differences that tokenizers introduce: white space, and different Unicode forms of one letter."""
     return unicodedata.normalize("NFKC", "".join(text.split()))
 
 

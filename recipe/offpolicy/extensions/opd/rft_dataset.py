@@ -1,8 +1,8 @@
 """The data set of rejection fine-tuning, for verl's SFT trainer: ``data.custom_cls``.
 
-verl's own class renders each message on its own. With templates that treat the last answer differently, such as
-Qwen3's, the answer's thinking is then lost. Here the prompt is rendered exactly as during the rollout, and the answer
-is appended unchanged.
+verl's own class renders each message separately. Templates that treat the last answer differently, such as Qwen3's,
+then drop the thinking part of the answer. This class renders the prompt exactly as during the rollout, and appends the
+answer unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 
 class AnsweredPrompts(MultiTurnSFTDataset):
-    """Prompts, each with one answer as the last message; only the answer and the end of its turn are trained on."""
+    """Prompts, each with one answer as the last message; only the answer and its end-of-turn text are trained on."""
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         """Return ``input_ids``, ``position_ids`` and ``loss_mask``, (T,) int64.

@@ -14,7 +14,7 @@ from ...fault_tolerance.redaction import HIDDEN, redact_text
 from ..setting_checks import SectionSettings, declare_keys
 
 COEF = {"advantage": 1.0, "loss": 0.01}
-"""Factor of the signal if ``coef`` is null."""
+"""Default factor of the signal, used if ``coef`` is null."""
 
 
 _HEADERS = "headers, each with the name of the environment variable that holds its value, or null"
@@ -24,19 +24,19 @@ _TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a fo
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """Addresses of the teacher, and limits of the requests to it.
+    """Addresses of one teacher, and limits on the requests sent there.
 
     Attributes:
         urls: addresses of servers that all serve the same model; requests are distributed round-robin.
-        api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None for no key.
-        headers: header of each request -> the environment variable that holds its value.
-        model: name under which the server serves the model; None: the only served model.
-        tokenizer: folder or hub name of the tokenizer whose whole vocabulary is compared; None: the server's tokenizer
-            is probed.
+        api_key: environment variable with the key, sent as ``Authorization: Bearer``; None for no key.
+        headers: maps each header of the requests to the environment variable that contains its value.
+        model: name of the served model; None if the server serves only one model.
+        tokenizer: folder or hub name of the teacher's tokenizer, whose whole vocabulary is then compared; if None, a
+            few strings are sent to the server's tokenizer instead.
         concurrency: number of requests in flight.
         timeout: seconds allowed for scoring the rows of one step.
-        probe_every: number of steps after which rows are scored again and must receive the same scores; None: never.
-        retries: number of times that a request is sent again, to another address if there is one.
+        probe_every: number of steps between checks that rows scored again receive the same scores; None: never.
+        retries: number of times that a failed request is sent again, to another address if there is one.
         other_template: True if the teacher's chat template intentionally differs from the student's.
     """
 
@@ -54,7 +54,7 @@ class TeacherSettings:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The addresses without users, passwords and keys, for messages."""
+        """The addresses for messages, without users, passwords and keys."""
         return tuple(map(redact_text, self.urls))
 
 
@@ -101,8 +101,8 @@ class OpdSettings(SectionSettings):
         schedule: how ``coef`` changes during training.
         scale: divisor of the advantages: ``std``, the root mean square of the bounded gaps; ``mean_std``, their
             standard deviation about the mean, which is subtracted first; ``none``; or a number.
-        corrected: whether weight and masks of the correction act on the term as they do on the policy term.
-        extreme: size in nats from which a gap counts as extreme.
+        corrected: whether the correction's weight and masks apply to this term, as they do to the policy term.
+        extreme: size in nats above which a gap counts as extreme.
     """
 
     option, needed = "opd/advantage", "mode"
@@ -110,7 +110,7 @@ class OpdSettings(SectionSettings):
         Rule(
             "corrected",
             lambda values: values["mode"] == "advantage" and not values["corrected"],
-            "an advantage is part of the policy term, so weight and masks always act on it.",
+            "an advantage is part of the policy term, so the weight and the masks always apply to it.",
             lambda values: True,
             "mode",
         ),
@@ -165,7 +165,7 @@ class OpdSettings(SectionSettings):
             of_source = f"{at}.sources.{name}"
             if not isinstance(own, Mapping) or own.get("url") is None or "sources" in own:
                 fix = f"Set {of_source}.url=http://HOST:PORT."
-                raise SpecError("expected the keys of a teacher, including its url.", fix, key=of_source)
+                raise SpecError("expected a mapping with the keys of a teacher, including url.", fix, key=of_source)
             try:
                 cls.read(section, {"mode": given["mode"], "teacher": own})
             except CheckError as error:
@@ -186,7 +186,7 @@ class OpdSettings(SectionSettings):
 
 
 def _read_teacher(path: str, values: Mapping[str, Any]) -> TeacherSettings:
-    """Read one teacher; messages name headers but not their values, which may be secret.
+    """Read one teacher. Messages name headers but never show their values, which may be secret.
 
     Raises:
         SpecError: a header or the API key is not the name of an environment variable.

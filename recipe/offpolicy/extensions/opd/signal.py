@@ -1,8 +1,8 @@
 """The teacher's signal, K1 as an advantage and K2 as a loss: formulas, columns, the workers' term, and the proof.
 
-With s and t the log-probs of student and teacher for the same sampled token, K1 = s - t estimates the reverse KL and
-K2 = (s - t)^2 / 2 has its gradient, (s - t) grad s (Schulman 2020, Approximating KL divergence). The gradient of K1
-does not depend on the teacher, so K1 is used as an advantage and never as a loss.
+Let s and t be the log-probs of student and teacher for the same sampled token. K1 = s - t estimates the reverse KL, and
+the gradient of K2 = (s - t)^2 / 2 estimates its gradient, (s - t) grad s (Schulman 2020, Approximating KL divergence).
+The gradient of K1 does not depend on the teacher, so K1 is used as an advantage and never as a loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .settings import OpdSettings
 
 
 def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
-    """Find the rewards above a threshold, bool; compared in float32, so that a reward of 0.3 is not above 0.3.
+    """Find the rewards above a threshold, bool. The comparison is in float32, so that a reward of 0.3 is not above 0.3.
 
     Example:
         >>> find_passed(torch.tensor([0.3, 0.5]).double(), 0.3)
@@ -34,10 +34,10 @@ def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
 
 
 def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable], *, passed_above: float) -> Tensor:
-    """Compute for each rollout the share of its group that passes, (B,) float64.
+    """Compute for each rollout the share of passing rollouts in its group, (B,) float64.
 
     Args:
-        rewards: (B,) float, one per rollout; a reward exactly at ``passed_above`` does not pass.
+        rewards: (B,) float, one per rollout; a reward equal to ``passed_above`` does not pass.
         groups: (B,) prompt of each rollout.
 
     Raises:
@@ -63,7 +63,7 @@ def eligible(
     Args:
         rewards, groups, passed_above: see ``compute_pass_rates``.
         max_pass_rate: in [0, 1], inclusive.
-        rows: the ``failed`` rollouts of such prompts, or ``all`` rollouts of them.
+        rows: ``failed`` selects only the failed rollouts of such prompts, ``all`` selects all of them.
 
     Raises:
         RewardError: a reward is not finite.
@@ -77,19 +77,20 @@ def eligible(
 
 
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats, the scale of the gaps' rounding errors, because gaps are their differences."""
+"""Typical size of log-probs in nats. Gaps are differences of log-probs, so this is the scale of their rounding
+errors."""
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
-    """Find the first ``horizon`` tokens of each row of ``tokens``, (B, T) bool; with None, all of the tokens."""
+    """Select the first ``horizon`` tokens in each row of ``tokens``, (B, T) bool; None selects all of them."""
     return tokens if horizon is None else tokens & (tokens.cumsum(-1) <= horizon)
 
 
 def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: float) -> Tensor:
-    """Compute s - t bounded to [-max_gap, max_gap], (B, T), 0 outside ``tokens``; a teacher's -inf counts as max_gap.
+    """Compute s - t clamped to [-max_gap, max_gap], (B, T), 0 outside ``tokens``; a teacher's -inf counts as max_gap.
 
     Raises:
-        ValueError: a log-prob of such a token is not a number.
+        ValueError: a log-prob in ``tokens`` is NaN.
     """
     gap = torch.where(tokens, student - teacher, 0.0)
     if torch.isnan(gap).any():
@@ -99,7 +100,7 @@ def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: f
 
 
 def compute_factor(value: float, *, start: float, end: float, final: float) -> float:
-    """Compute the factor of a scheduled coefficient: 1 up to ``start``, ``final`` from ``end``, linear in between.
+    """Compute the factor of a scheduled coefficient: 1 up to ``start``, ``final`` from ``end`` on, linear in between.
 
     Example:
         >>> [compute_factor(gap, start=2.0, end=1.0, final=0.5) for gap in (3.0, 1.5, 0.2)]
@@ -109,7 +110,7 @@ def compute_factor(value: float, *, start: float, end: float, final: float) -> f
 
 
 def compute_centre(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
-    """Compute the value subtracted from the gaps before scaling: the gaps' mean with ``mean_std``, otherwise 0."""
+    """Compute the value to subtract from the gaps before scaling: their mean for ``mean_std``, otherwise 0."""
     chosen = gaps[tokens].double()
     return float(chosen.mean()) if scale == "mean_std" and len(chosen) else 0.0
 
@@ -118,9 +119,9 @@ def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
     """Compute the divisor of the signal over a whole batch: the spread of ``gaps``, 1.0, or a number.
 
     ``mean_std`` is the standard deviation about the mean that ``compute_centre`` returns.
-    ``std`` is the deviation about 0, because nothing is centred: if a teacher considers all tokens less likely than the
-    student does, this is part of the signal. Over n tokens, no gap exceeds sqrt(n) times ``std``. The divisor is 1.0 if
-    all gaps are float32 rounding errors.
+    ``std`` is the root mean square, because gaps are not centred: if the teacher considers all tokens less likely than
+    the student does, this is part of the signal. Over n tokens, no gap exceeds sqrt(n) times ``std``. The divisor is
+    1.0 if all gaps are float32 rounding errors.
     """
     if scale in ("std", "mean_std"):
         return 1 / measure_spread(gaps[tokens], centred=scale == "mean_std", size=LOG_PROBS).invert(otherwise=1.0)
@@ -142,15 +143,15 @@ def advantages(
     """Replace the advantages of eligible tokens with -coef (gap - centre) / scale, (B, T), where gap = s - t.
 
     Args:
-        base: (B, T) advantages of the estimator, bitwise unchanged elsewhere.
+        base: (B, T) advantages of the estimator, which stay bitwise unchanged at all other tokens.
         student, teacher: (B, T) log-probs of the sampled tokens; read only at eligible tokens within the horizon.
         eligible_tokens: (B, T) bool.
         coef: factor of the signal.
         max_gap: bound of |s - t|, in nats.
         scale: ``std``, the root mean square of the bounded gaps over the whole batch, ``mean_std``, ``none``, or a
             number; see ``compute_scale``.
-        horizon: number of tokens of a row that take part, counted from its first eligible token; later tokens receive 0
-            and are not included in any statistic.
+        horizon: number of tokens to distil per row, counted from its first eligible token; later eligible tokens
+            receive 0 and are excluded from all statistics.
         centre: value subtracted from the gaps; None: the value of ``compute_centre``.
 
     Raises:
@@ -172,8 +173,8 @@ def advantages(
 def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
     """Compute the Huber-bounded K2 of each token, (B, T), 0 outside ``mask``.
 
-    The loss is (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so its slope is the bounded s - t of the
-    advantages. Only ``student`` has a gradient.
+    The loss is (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so its slope is the clamped s - t that the
+    advantages use. Gradients flow only to ``student``.
 
     Raises:
         ValueError: as in ``compute_gaps``.
@@ -199,7 +200,7 @@ FACTOR = "offpolicy_opd_factor"
 CENTRE = "offpolicy_opd_centre"
 """float32 per row: the value subtracted from the gaps, the same for the whole batch."""
 SENT = (TEACHER, ROW, FACTOR, CENTRE)
-"""All columns, which the loss needs."""
+"""All columns that the loss needs."""
 
 
 def find_scored(teacher: Tensor, row: Tensor, response_mask: Tensor) -> Tensor:
@@ -213,21 +214,21 @@ SHIFT = 0.1
 
 @dataclass(frozen=True)
 class OpdReport:
-    """Evidence from one micro-batch, in plain Python; its sums add up over micro-batches and ranks.
+    """Evidence from one micro-batch, in plain Python; sums can be added over micro-batches and ranks.
 
     Attributes:
-        hashes: for each row with a scored token, a hash of the ids and the bits of the teacher's log-probs; None if a
-            column is missing.
+        hashes: for each row with a scored token, a hash of the token ids and the teacher's log-probs; None if a column
+            is missing.
         missing: columns that did not reach the loss, or were changed on the way.
         tokens: number of scored tokens.
         response_tokens: number of response tokens of all rows, scored or not.
         kept: number of these response tokens that no mask of the correction rejects.
-        k1, k2: sums of bounded s - t and of its Huber loss over the scored tokens, at the current policy.
-        teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before division by
-            the denominator: for the scored tokens' own term, and for the advantages of all other tokens.
+        k1, k2: sums over the scored tokens of clamped s - t and of its Huber loss, for the current policy.
+        teacher_pull, policy_pull: sums of |gradient with respect to the log-prob| times the correction's factor, before
+            division by the denominator: from the teacher's term, and from the advantages of all other tokens.
         error: in mode loss, relative error of the change in the term's gradient when the teacher is shifted by
-            ``SHIFT``; in mode advantage, relative error of the advantages compared with those computed from the
-            columns; otherwise None.
+            ``SHIFT``; in mode advantage, relative error of the advantages, compared with those computed from the
+            columns.
         visible: True if the shifted trial expected a nonzero gradient, or if advantages were compared.
     """
 
@@ -246,7 +247,7 @@ class OpdReport:
 
 @dataclass(frozen=True)
 class OpdWorker(WorkerExtension):
-    """Settings that are sent to the workers, with the term of mode ``loss`` and the evidence of both modes."""
+    """The worker part: the settings, the term of mode ``loss``, and the evidence for both modes."""
 
     settings: OpdSettings
 
@@ -278,7 +279,7 @@ class OpdWorker(WorkerExtension):
         return self.settings.coef * rows.mean(values * self._factor(rows), actor_config)
 
     def _factor(self, rows: LossRows) -> Tensor:
-        """The schedule's factor, multiplied by the correction's weight * keep if the correction acts on the term."""
+        """The schedule's factor, multiplied by the correction's weight * keep if ``corrected`` is set."""
         weights = rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
         return weights * rows.column(FACTOR)[:, None].to(weights.dtype)
 
@@ -312,7 +313,7 @@ class OpdWorker(WorkerExtension):
         )
 
     def _pulls(self, rows: LossRows, gaps: Tensor, scored: Tensor) -> tuple[float, float]:
-        """Sum |slope of the loss| at each log-prob, without the denominator, for the teacher's term and advantages."""
+        """Sum |d loss / d log-prob|, without the denominator, for the teacher's term and for the advantages."""
         dealt = (rows.column("advantages").float() * rows.response_mask).abs() * rows.weights
         if self.settings.mode == "loss":
             own = self.settings.coef * gaps.abs() * self._factor(rows)
@@ -322,9 +323,9 @@ class OpdWorker(WorkerExtension):
         return float(own.double().sum()), float(dealt.double().sum())
 
     def _try_shift(self, rows: LossRows, log_prob: Tensor, teacher: Tensor, scored: Tensor) -> tuple[float, bool]:
-        """Compare the change in the term's gradient under a shifted teacher with that of (s - t)^2 / 2.
+        """Compare how the term's gradient changes under a shifted teacher with how (s - t)^2 / 2 would change.
 
-        Within max_gap, the slope is s - t, which decreases as t increases. The gradient of K1 would not change.
+        Within max_gap, the slope is s - t, which decreases as t increases; the gradient of K1 would not change.
         """
         if not scored.any():  # for example because all rows are padding or have left the update
             return 0.0, False
@@ -345,7 +346,7 @@ class OpdWorker(WorkerExtension):
         return float(error / slope.abs().max().clamp(min=1e-30)), bool((scored & (slope != 0)).any())
 
     def _compare(self, rows: LossRows, teacher: Tensor) -> tuple[float, bool]:
-        """Compare the advantages of eligible rows with those computed from the columns; the error is relative."""
+        """Compute the relative error of eligible rows' advantages, compared with those computed from the columns."""
         mask, settings = rows.response_mask, self.settings
         taught = rows.column(ROW).bool()[:, None] & mask
         seen = rows.column("advantages").float()
@@ -369,12 +370,12 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
     """Check the reports of one update.
 
     Raises:
-        LivenessError: the distillation term does not act.
+        LivenessError: the distillation term has no effect.
     """
     # Written this way, the check also fails for NaN.
     if wrong := [report.error for report in reports if not report.error <= TOLERANCE[mode]]:
         what = {
-            "loss": "the gradient does not depend on the teacher as that of (s - t)^2 / 2 does",
+            "loss": "the gradient does not depend on the teacher as the gradient of (s - t)^2 / 2 would",
             "advantage": "the advantages in the loss are not coef (t - s) / scale",
         }[mode]
         reason = "Another term or estimator has replaced the distillation signal."
@@ -385,7 +386,7 @@ def summarize_reports(reports: Sequence[OpdReport], coef: float, epochs: int = 1
     """Compute the workers' metrics of one update; means are NaN if no token was scored.
 
     Args:
-        epochs: number of times that the loss received each row; a row counts once.
+        epochs: number of times that the loss received each row; metrics count each row once.
     """
     tokens = sum(report.tokens for report in reports)
     sums = {

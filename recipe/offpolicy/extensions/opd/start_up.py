@@ -20,7 +20,8 @@ from .teacher_client import REFUSED, Row, TeacherClient, TeacherError, explain_k
 PATIENCE = 10.0
 """Seconds to wait for an answer during the start-up checks."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported but accepted."""
+"""Nats by which a log-prob may differ between two requests. A larger difference than in float32 is reported; one larger
+than in bfloat16 is rejected."""
 PROBES = (
     *(
         "the quick brown fox",
@@ -37,7 +38,7 @@ PROBES = (
     *("\\frac{a}{b}", "$x^2$", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>"),
     *("https://example.org/?q=1&r=2", "don't", "“quotes”", "—", "…", "\u200b", "①②③", "e\u0301", "é", "ﬁ", "𝔘"),
 )
-"""Strings on which tokenizers differ: scripts, digits, white space, code, markers."""
+"""Strings that tokenizers split differently: scripts, digits, white space, code, markers."""
 
 
 def _ask(settings: TeacherSettings, url: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -64,7 +65,7 @@ def _tokenize(settings: TeacherSettings, body: Mapping[str, Any]) -> object:
 
 
 def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
-    """Find the name of the single model that all addresses serve, and all of its names.
+    """Find the model that all addresses serve: its name, and all other names for the same weights.
 
     Raises:
         TeacherError: an address is not reachable, or serves a different model or several models.
@@ -74,7 +75,7 @@ def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
 
 
 def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Return the model's entry in the servers' lists, and all names under which they serve its weights."""
+    """Return the model's entry in the servers' lists, and all names under which its weights are served."""
     found: list[Mapping[str, Any]] = []
     names: set[str] = set()
     for url in settings.urls:
@@ -99,7 +100,7 @@ def _has_length(model: Mapping[str, Any]) -> bool:
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure by how many nats a row's log-probs differ between requests for this row alone and one with other rows.
+    """Measure by how many nats a row's log-probs differ between requests, alone and together with other rows.
 
     Args:
         ids: two rows of three or more ids.
@@ -151,12 +152,12 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
     yield from found
     key, shown = f"{section}.teacher.url", settings.shown
     if any(teacher.shown != teacher.urls for teacher in settings.teachers.values()):
-        reason = "verl and Hydra write the configuration to files and to the loggers, including this address's secrets."
-        fix = f"Send them in a header instead: set {section}.teacher.headers to NAME: ENVIRONMENT_VARIABLE."
+        reason = "the address contains secrets, and verl and Hydra write the configuration to files and loggers."
+        fix = f"Send the secrets in a header instead: set {section}.teacher.headers to NAME: ENVIRONMENT_VARIABLE."
         yield run.problem(key, reason, fix, value=shown)
         return
     if not own_launch.get():
-        reason = "an address that a script sets is not contacted, so the teacher was not checked."
+        reason = "the doctor does not contact an address that a script sets, so the teacher was not checked."
         yield run.problem(key, reason, parts=(), verdict="NOTE", value=shown)
     elif not any(problem.verdict == "ERROR" for problem in found):
         for source, teacher in settings.teachers.items():
@@ -167,22 +168,22 @@ def find_problems(section: str, settings: OpdSettings, run: Configured) -> Itera
 def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Iterator[Problem]:
     off = f"or {section}=null."
     if run.get(key := "distillation.enabled"):
-        reason = f"verl's own distillation and {section} are both on, and verl's loss would replace the corrected one."
+        reason = f"verl's own distillation would replace the corrected loss, so it cannot be used with {section}."
         yield run.problem(key, reason, f"Set {key}=false, {off}")
     if run.get(key := f"{_ROLLOUT}.temperature") not in (None, 1):
         reason = "the teacher's log-probs are computed at temperature 1, but the student's are not."
         yield run.problem(key, reason, f"Set {key}=1.0, {off}")
     if settings.mode == "advantage" and run.get(key := "algorithm.adv_estimator") == "gae":
-        reason = "the critic predicts rewards, but the advantages of eligible tokens would come from the teacher."
+        reason = "the critic predicts rewards, but eligible tokens get their advantages from the teacher."
         yield run.problem(key, reason, f"Set {section}=loss, or an estimator without a critic, such as grpo.")
     for key, column in _find_media(run):
-        reason = f"the training data has {column}, but the teacher receives only token ids."
+        reason = f"the training data has a column {column}, but the teacher receives only token ids."
         yield run.problem(key, reason, f"Train on text only, or set {section}=null.")
     yield from _find_unknown_sources(section, settings, run)
     rollouts, share = count_rollouts(run), settings.eligible.max_pass_rate
     if rollouts > 1 and 0 < share * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
-        reason = f"with {rollouts} rollouts per prompt, this value acts as 0: the smallest rate above 0 is {least:g}."
+        reason = f"with {rollouts} rollouts per prompt, the smallest pass rate above 0 is {least:g}; this acts like 0."
         fix = f"Set {key}={least:g} to include prompts with one passing rollout, or 0 to exclude them."
         yield run.problem(key, reason, fix, {key: least}, (), "NO-OP", value=share)
     if run.get(key := "algorithm.filter_groups.enable"):
@@ -224,11 +225,13 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
     if teacher.tokenizer is not None:
         other = load_tokenizer(teacher.tokenizer)
         if other is None or other.get_vocab() != tokenizer.get_vocab():
-            reason = "there is no such tokenizer." if other is None else "its vocabulary is not the student's."
+            reason = "this tokenizer was not found." if other is None else "its vocabulary differs from the student's."
             yield run.problem(f"{at}.tokenizer", reason, fix, value=teacher.tokenizer)
             return
     if texts := list(find_other_vocabulary(teacher, model, tokenizer)):
-        yield problem(f"its tokenizer gives other ids than the student's for {len(texts)} texts: {texts[0]!r} ...", fix)
+        yield problem(
+            f"its tokenizer and the student's disagree on the ids of {len(texts)} texts: {texts[0]!r} ...", fix
+        )
     elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
         number = find_other_template(teacher, model, tokenizer, _read_conversations(run))
         if number is not None:

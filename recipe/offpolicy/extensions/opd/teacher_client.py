@@ -1,7 +1,7 @@
-"""A client of the teacher: any server with vLLM's OpenAI-compatible interface, called over HTTP in separate threads.
+"""A client for teachers: servers with vLLM's OpenAI-compatible interface, called over HTTP in separate threads.
 
 ``POST /v1/completions`` with token ids, ``max_tokens=1`` and ``prompt_logprobs=0`` returns the log-prob of the token at
-each position of the prompt except the first. vLLM computes these log-probs at temperature 1, before any sampling
+each position of the prompt except the first. vLLM computes these log-probs at temperature 1, before any logits
 processor.
 """
 
@@ -29,16 +29,16 @@ from .settings import TeacherSettings
 
 ROWS = 16
 """Largest number of rows per request. One request with 64 rows takes a third of the time of 64 requests with one row
-each, whereas requests with few rows block other requests only briefly."""
+each; smaller requests block other requests for a shorter time."""
 CONNECT = 5.0
-"""Seconds within which a connection must be made."""
+"""Seconds within which a connection must be established."""
 PAUSE = 0.5
-"""Seconds before a request is sent again; the wait doubles each time."""
+"""Seconds before a request is sent again; the pause doubles each time."""
 EXCLUDED = -9999.0
 """vLLM's replacement for -inf, which JSON cannot represent."""
 
 BUSY = (408, 425, 429)
-"""HTTP statuses below 500 after which the same request may succeed when it is repeated."""
+"""HTTP statuses below 500 after which a request may succeed if it is repeated."""
 REFUSED = (401, 403)
 """HTTP statuses with which a server rejects a key."""
 
@@ -47,7 +47,7 @@ class TeacherError(RuntimeError):
     """The teacher returned no valid answer; the run stops instead of training without the teacher.
 
     Attributes:
-        reason, fix: what is wrong, and what to do; ``fix`` is empty if ``reason`` contains the fix or none is known.
+        reason, fix: what is wrong and what to do; ``fix`` is empty if ``reason`` contains it or if no fix is known.
     """
 
     def __init__(self, reason: str, fix: str = "") -> None:
@@ -93,7 +93,7 @@ class Scoring:
 
 
 class Server:
-    """A server of completions at several addresses, which all serve the same model.
+    """A completion server with one or several addresses that all serve the same model.
 
     Args:
         settings: addresses and limits.
@@ -111,7 +111,7 @@ class Server:
     def post(
         self, body: dict[str, Any], deadline: float, what: str, note_retry: Callable[[], None] = lambda: None
     ) -> tuple[str, bytes]:
-        """Post a request for completions until there is an answer, trying one address after another.
+        """Post a request for completions, trying one address after another until one answers.
 
         Args:
             deadline: in seconds of ``time.monotonic``.
@@ -161,7 +161,7 @@ class TeacherClient:
     Args:
         settings: addresses and limits.
         model: served name.
-        names: further names of the same weights, which answers may use.
+        names: other names for the same weights, which answers may contain.
     """
 
     def __init__(self, settings: TeacherSettings, model: str, names: Collection[str] = ()) -> None:
@@ -241,10 +241,10 @@ class TeacherClient:
 def open_session(settings: TeacherSettings) -> requests.Session:
     """Open a session with the headers of the settings.
 
-    From then on, the headers' values are hidden in everything that this process prints.
+    From then on, this process hides the headers' values in everything that it prints.
 
     Raises:
-        TeacherError: an environment variable that holds a value is not set, or its value cannot be sent.
+        TeacherError: an environment variable that must contain a value is not set, or its value cannot be sent.
     """
     session = requests.Session()
     # Proxies in the environment are meant for external addresses, not for a cluster's hosts.
@@ -266,7 +266,7 @@ def open_session(settings: TeacherSettings) -> requests.Session:
 
 
 def explain_key(settings: TeacherSettings) -> str:
-    """Explain what to do about a server that rejects the key."""
+    """Return advice for a server that rejects the key."""
     if given := [*([settings.api_key] if settings.api_key else ()), *settings.headers.values()]:
         return f"set these environment variables to values that this server accepts: {', '.join(given)}."
     return (
@@ -286,7 +286,7 @@ def request(session: requests.Session, url: str, body: Mapping[str, Any] | None,
 
 
 def _read_pause(answer: requests.Response, usual: float) -> float:
-    """Read the seconds until the server wants the next attempt, given as a number or a date."""
+    """Read the Retry-After header, a number or a date, as the seconds to wait before the next attempt."""
     with suppress(InvalidHeader):
         return float(Retry().parse_retry_after(answer.headers.get("Retry-After", "")))
     return usual
@@ -308,7 +308,7 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
 
 
 def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
-    """Read the log-probs of a sequence's response from vLLM's ``prompt_logprobs``, by the ids that were sent.
+    """Read the log-probs of a sequence's response from vLLM's ``prompt_logprobs``, looked up by the ids that were sent.
 
     Raises:
         TeacherError: a position is missing, has another token, or is not a number.
@@ -322,9 +322,7 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
         first, found = "", []
     if first is not None:
         shown = shorten(repr(entries))
-        raise TeacherError(
-            f"{where}: its prompt_logprobs are not those of the {len(ids)} tokens that were sent: {shown}"
-        )
+        raise TeacherError(f"{where}: prompt_logprobs do not match the {len(ids)} tokens that were sent: {shown}")
     for place, value in enumerate(found, 1):
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
             raise TeacherError(f"{where}, position {place}: the log-prob is {shorten(repr(value))}.")
@@ -338,6 +336,6 @@ def _name(rows: Sequence[Row]) -> str:
 
 
 def shorten(text: str | bytes) -> str:
-    """Shorten an answer for a message; secrets are redacted first, because half of a secret would not be recognised."""
+    """Shorten an answer for a message. Secrets are redacted first, because part of a secret would not be recognised."""
     shown = text[:4096].decode(errors="replace") if isinstance(text, bytes) else text[:4096]
     return " ".join(redact_text(shown).split())[:300]

@@ -1,1 +1,1 @@
-"""pass@k: unbiased estimates, extrapolation by a fit, and advantages that train pass@k."""
+"""pass@k: unbiased estimates, extrapolation with a fitted distribution, and advantages that train pass@k."""

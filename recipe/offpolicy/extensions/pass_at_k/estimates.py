@@ -1,8 +1,8 @@
-"""Estimates of pass@k: without bias for each prompt, means over prompts with intervals, and a beta-binomial fit.
+"""Estimates of pass@k: unbiased per prompt, means over prompts with intervals, and a beta-binomial fit.
 
-A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k). In the fit, a prompt's success
-rate is drawn from Beta(a, b), and its successes are drawn from a binomial. The likelihood is the same under any rule
-that ends sampling early, so counts of dynamic rounds need no adjustment.
+A prompt has N samples, of which c are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k). The fit assumes that a
+prompt's success rate is drawn from Beta(a, b), and its number of successes from a binomial distribution. A rule that
+ends sampling early does not change the likelihood, so counts of dynamic rounds need no adjustment.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 def unbiased(n: int, c: int, k: int) -> float:
-    """Estimate pass@k without bias from c correct of n samples, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Estimate pass@k from c correct of n samples, unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
-    n must be fixed before sampling. If sampling may end early because of the results, use ``unbiased_dynamic``.
+    n must be fixed before sampling. If the results decide when sampling ends, use ``unbiased_dynamic``.
 
     Raises:
         ValueError: k > n, c > n or n < 1.
@@ -35,22 +35,23 @@ def unbiased(n: int, c: int, k: int) -> float:
 
 
 def rho(n: int, c: int, k: int) -> float:
-    """Compute the share of subsets of k samples with a correct sample."""
+    """Compute the share of subsets of k samples that contain a correct sample."""
     subsets = math.comb(n, k)
     return (subsets - math.comb(n - c, k)) / subsets
 
 
 def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes: int) -> float:
-    """Estimate pass@k without bias if sampling ends at the first look with enough successes.
+    """Estimate pass@k, unbiased, if sampling ends at the first look with enough successes.
 
     (1 - p)^k is estimated by the share of possible sample orders that begin with k failures. This is the number of
-    paths from k failures to (n, c), divided by the number of paths from the start. The paths avoid all points at which
-    sampling would have ended. In this case, ``unbiased`` overestimates. k may be larger than n.
+    paths from k failures to (n, c), divided by the number of paths from the start; both count only paths that avoid all
+    points at which sampling would have ended. With such a stopping rule, ``unbiased`` overestimates pass@k. k may be
+    larger than n.
 
     Args:
         looks: cumulative numbers of samples after which the results are checked, such as 8, 16, 32.
         n, c: samples and successes of a prompt at the look at which sampling ended.
-        k: at most the last look.
+        k: the k of pass@k, at most the last look.
         successes: sampling ends at the first look with this many successes, or at the last look.
 
     Raises:
@@ -94,7 +95,7 @@ def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[
 
 
 def rank(n: int, c: int, k: int) -> float:
-    """Compute 1 - (1 - c/n)^k, which is pass@k if c/n is the true rate; biased low, and suitable only for ranking.
+    """Compute 1 - (1 - c/n)^k, which is pass@k if c/n is the true rate. It is biased low; use it only for ranking.
 
     Raises:
         ValueError: as in ``unbiased``, but k may be larger than n.
@@ -110,8 +111,8 @@ def _check_counts(n: int, c: int, k: int) -> None:
 
 ITERATIONS = 200
 LARGEST_SUM, SMALLEST = 1e3, 1e-6
-"""If a + b per sample exceeds the first number, the likelihood is flat (no over-dispersion). If a or b is below the
-second number, each prompt's samples are all correct or all wrong."""
+"""If (a + b) / n exceeds ``LARGEST_SUM``, the likelihood is flat (no over-dispersion). If a or b is below ``SMALLEST``,
+each prompt's samples are all correct or all wrong."""
 
 
 class NotIdentified(ValueError):
@@ -130,7 +131,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
 
     Raises:
         NotIdentified: there is only one prompt, or one sample per prompt; or each prompt's samples are all correct or
-            all wrong; or the counts scatter no more than they would with one rate for all prompts.
+            all wrong; or the counts vary no more than with one rate for all prompts.
     """
     n, c = (torch.as_tensor(values).double() for values in (n, c))
     if len(n) < 2:
@@ -149,7 +150,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
 
 
 def extrapolate(a: float, b: float, k: int) -> float:
-    """Compute pass@k under rates from Beta(a, b), 1 - B(a, b + k) / B(a, b).
+    """Compute pass@k for success rates distributed as Beta(a, b): 1 - B(a, b + k) / B(a, b).
 
     Example:
         >>> round(extrapolate(1.0, 1.0, 3), 12)
@@ -161,11 +162,12 @@ def extrapolate(a: float, b: float, k: int) -> float:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A fit with its extrapolations, and 95 % bootstrap intervals over prompts.
+    """A fit and its extrapolations, with 95 % bootstrap intervals over prompts.
 
     Attributes:
         a, b: parameters of the fit.
-        points: k -> (pass@k, lower end, upper end); the ends are NaN if too many of the draws are not identified.
+        points: maps k to (pass@k, lower end, upper end); the ends are NaN if too many bootstrap fits are not
+            identified.
     """
 
     a: float
@@ -176,7 +178,7 @@ class Extrapolation:
 def extrapolate_with_intervals(
     n: Tensor | Sequence[int], c: Tensor | Sequence[int], ks: Sequence[int], *, draws: int = 400, seed: int = 0
 ) -> Extrapolation:
-    """Fit Beta(a, b) and extrapolate, with bootstrap intervals over prompts.
+    """Fit Beta(a, b) and extrapolate pass@k, with bootstrap intervals over prompts.
 
     Raises:
         NotIdentified: as ``fit``.
@@ -204,7 +206,7 @@ def extrapolate_with_intervals(
 def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maximise the Beta-binomial likelihood, for several weightings of the same counts at once.
 
-    Takes Newton's steps on (log a, log b), damped so that the likelihood never falls.
+    Takes Newton steps on (log a, log b), damped so that the likelihood never decreases.
 
     Args:
         n, c: (U,) float64 counts.
@@ -269,7 +271,7 @@ def _derivatives(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tens
 
 
 def _compress(n: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Collect equal counts: (U, 2) distinct pairs, and (U,) the number of prompts with each pair."""
+    """Group equal counts: (U, 2) distinct pairs, and (U,) the number of prompts with each pair."""
     pairs, times = torch.unique(torch.stack([n, c], -1), dim=0, return_counts=True)
     return pairs, times.double()
 
@@ -279,7 +281,7 @@ DRAWS, BLOCK = 2000, 100
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a prompt's sampling ended: at the first of ``looks`` with ``successes`` correct answers, or at the last."""
+    """Rule that ends sampling of a prompt: at the first look with ``successes`` correct answers, or at the last one."""
 
     looks: tuple[int, ...]
     successes: int
@@ -292,7 +294,8 @@ class Summary:
     Attributes:
         prompts, samples: number of prompts, and number of samples.
         unsolved: share of prompts without a correct answer.
-        points: k -> (mean, lower, upper end of the 95 % interval over prompts); the interval is NaN for one prompt.
+        points: maps k to (mean, lower end, upper end) of the 95 % interval over prompts; the ends are NaN for one
+            prompt.
         left_out: values of k for which some prompt has too few samples.
         fit: a, b and the extrapolations; None if a and b are not identified.
         not_identified: the reason why a and b are not identified.
@@ -357,7 +360,7 @@ def summarize(
 
 
 def _bootstrap(values: Tensor, draws: int, seed: int) -> Tensor:
-    """Compute the ends of the 95 % bootstrap interval of each column's mean over rows, (2, K)."""
+    """Compute the 95 % bootstrap interval of each column's mean over rows, (2, K)."""
     prompts, columns = values.shape
     if prompts < 2 or columns == 0:
         return torch.full((2, columns), math.nan, dtype=torch.float64)

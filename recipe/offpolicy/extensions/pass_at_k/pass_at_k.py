@@ -42,7 +42,7 @@ FILE = "pass_rates.json"
 
 
 class PassAtK(AdvantageExtension):
-    """Extension that trains and validates pass@k in one run; see ``settings.PassAtKSettings`` for its section."""
+    """Extension that trains and validates pass@k; ``settings.PassAtKSettings`` describes its section."""
 
     title, prefix = "pass@k", "pass_at_k"
 
@@ -131,7 +131,7 @@ class PassAtK(AdvantageExtension):
         prompts.put(__rollout_n__=sizes)
 
     def _get_budget_k(self, step: int) -> int:
-        """Return the k whose gradient sets the budgets: the objective's k at a step, or ``k`` for verl's estimator."""
+        """Return the k from which budgets are computed: the objective's k at a step, or ``k`` with verl's estimator."""
         return self.pass_at_k.get_k(step) if self._trains else self.pass_at_k.k
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
@@ -164,7 +164,7 @@ class PassAtK(AdvantageExtension):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
-        """Record the answers to prompts, and weight groups of different sizes so that each prompt counts equally."""
+        """Record the answers to each prompt, and weight groups of different sizes so that all prompts count equally."""
         if not self._deals and not self._draws:
             return None
         sessions = self._sessions

@@ -35,7 +35,7 @@ Counts = Annotated[Sequence[int], Key(_are_counts, "counts of 1 or more, in incr
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """Values of k to report: ``k`` up to the number of samples, and ``extrapolate`` beyond it, from the fit."""
+    """Values of k to report: ``k`` is estimated from the samples, ``extrapolate`` from the fit."""
 
     k: Counts
     extrapolate: Counts
@@ -52,7 +52,7 @@ class DynamicSettings:
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """Distribution of rollouts: group sizes (``training.allocate``) or draws (``training.compute_chances``)."""
+    """How rollouts are distributed: group sizes (``training.allocate``) or draws (``training.compute_chances``)."""
 
     mode: Literal["none", "group_size", "upsample"]
     least: Count
@@ -68,11 +68,11 @@ class PassAtKSettings(SectionSettings):
 
     Attributes:
         objective: see ``training.advantages``; ``none`` keeps verl's advantages.
-        k: k of the objective, and of budgets.
+        k: the k of pass@k, for the objective and for budgets.
         correct_at_least: smallest score of a correct row.
-        schedule: pairs (step, k), sorted by the step from which k applies; None: ``k`` throughout. For steps at which k
-            is 1, verl's own estimator trains.
-        seed: seed of the splits of ``groups`` and of the draws of prompts.
+        schedule: pairs (step, k), sorted by the step from which k applies; None keeps ``k`` for the whole run. While k
+            is 1, verl's own estimator computes the advantages.
+        seed: seed for the random splits of the objective ``groups`` and for the draws of prompts.
     """
 
     option, needed = "pass_at_k/loo", "objective"
@@ -101,7 +101,7 @@ class PassAtKSettings(SectionSettings):
 
     @property
     def all_k(self) -> tuple[int, ...]:
-        """All values of k that the run trains."""
+        """All values of k that the run uses for training."""
         first = () if self.schedule and self.schedule[0][0] <= 1 else (self.k,)
         return (*first, *(k for _, k in self.schedule or ()))
 
@@ -133,7 +133,7 @@ def _check_k(section: str, settings: PassAtKSettings, run: Configured) -> Iterat
     for k in sorted({*settings.all_k} - {1}):
         reason = find_impossible(n, k, objective)
         if reason is None and k == n and objective in ("analytic", "groups"):
-            reason = f"k={k} of a group of {n}: {objective} gives only zeros."
+            reason = f"with k={k} and groups of {n}, all advantages of {objective} are 0."
         if reason is None:
             continue
         fit = next((each for each in range(n - 1, 1, -1) if find_impossible(n, each, objective) is None), None)
@@ -154,7 +154,7 @@ def _check_objective(section: str, settings: PassAtKSettings, run: Configured) -
         reason = f"{section} replaces verl's estimator, so {estimator} would not run."
         yield run.problem(_ESTIMATOR, reason, f"Set {_ESTIMATOR}=grpo, {off}")
     if run.get(_KL):
-        reason = "the best of several rewards that include a KL is not pass@k."
+        reason = "the rewards include a KL penalty, so the best of several rewards is not pass@k."
         yield run.problem(_KL, reason, f"Set {_KL}=false, {off}")
     if run.get(overlong) and run.get(manager) == "dapo":
         reason = "the length penalty can lower a correct answer's score below correct_at_least."
@@ -164,14 +164,19 @@ def _check_objective(section: str, settings: PassAtKSettings, run: Configured) -
         yield run.problem(key, reason, f"Set {key} above 1, {off}", verdict="NO-OP", value=1)
     for name, mask in (run.get("correction.masks") or {}).items():
         if settings.objective == "loo_minus_one" and mask.get("when") == "negative":
-            key, reason = f"{section}.objective", f"the mask {name} acts only on negative advantages: there are none."
+            key, reason = f"{section}.objective", f"the mask {name} needs negative advantages, but there are none."
             yield run.problem(key, reason, "", {key: "loo"}, (name,), "NO-OP", value=settings.objective)
 
 
 def _check_draws(key: str, run: Configured) -> Iterator[Problem]:
     shuffle, many = "data.shuffle", "data.dataloader_num_workers"
     for other, wrong, reason, proposed in (
-        (many, bool(run.get(many)), "workers load batches before the answers that determine the probabilities.", 0),
+        (
+            many,
+            bool(run.get(many)),
+            "workers load batches too early, before their probabilities are known.",
+            0,
+        ),
         (own := "data.sampler.class_path", bool(run.get(own)), "your own sampler draws the prompts.", None),
         (shuffle, run.get(shuffle) is False, "prompts are read in the order of the data set.", True),
         (ROLLOUTS, count_rollouts(run) == 1, "a group of one never has both correct and wrong answers.", 8),

@@ -1,5 +1,4 @@
-"""Training for pass@k: advantages of one group whose gradient is that of pass@k, and the choice of prompts and group
-sizes.
+"""Training for pass@k: advantages whose policy gradient is the gradient of pass@k, prompt choice and group sizes.
 
 A prompt has N samples, c of which are correct; rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
 """
@@ -27,19 +26,22 @@ OBJECTIVES = ("loo", "loo_minus_one", "analytic", "groups")
 def advantages(right: Tensor | Sequence[bool], k: int, *, objective: str, seed: int = 0) -> Tensor:
     """Compute the advantages of one group for pass@k, (N,) float64.
 
-    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 for a correct row, else rho(N - 1, c, k - 1): pass@k with the row
-    among the k, minus pass@k without it. This is unbiased for grad pass@k, and equals RLOO at k = 1. It needs k < N.
+    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), where g_i is 1 for a correct row, otherwise rho(N - 1, c, k - 1). g_i is
+    pass@k with the row among the k samples, and the second term is pass@k without the row. The estimate of grad pass@k
+    is unbiased, and equals RLOO at k = 1. It needs k < N.
 
     ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) for correct rows, 0 for wrong rows: how much the row adds to
-    k - 1 other rows (PKPO, arXiv 2505.15201). This is unbiased, and at k = N it is N times verl's ``grpo_passk``
-    without std.
+    k - 1 other rows (PKPO, arXiv 2505.15201). This is unbiased. At k = N, it is N times verl's ``grpo_passk`` without
+    division by the standard deviation.
 
     ``analytic``: the mean over all subsets of k rows that contain the row, with the subsets' rewards normalised by
-    their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its size is at most sqrt(N - 1); the scale 1
-    / sqrt(R (1 - R)) makes it a different objective. It is 0 if all subsets contain a correct row, or if none does.
+    their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its absolute value is at most sqrt(N - 1).
+    The scale 1 / sqrt(R (1 - R)) makes this a different objective. It is 0 if all subsets contain a correct row, or if
+    none does.
 
-    ``groups``: rows are split into N / k groups, and each row's advantage is its group's best reward minus the mean
-    over groups. The mean over splits is ``analytic`` before scaling, but the variance is much larger. k must divide N.
+    ``groups``: rows are split at random into N / k groups, and each row's advantage is its group's best reward minus
+    the mean over groups. Its mean over all splits is ``analytic`` before scaling, but its variance is much larger. k
+    must divide N.
 
     Args:
         right: (N,) bool, or 0 and 1.
@@ -47,7 +49,7 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: str, seed: 
         seed: seed of the split.
 
     Raises:
-        ValueError: the objective has no value for k.
+        ValueError: the objective is not defined for this k.
 
     Example:
         >>> advantages([1, 0, 0, 0], 2, objective="loo_minus_one").tolist()
@@ -64,12 +66,12 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: str, seed: 
 
 
 def find_impossible(n: int, k: int, objective: str) -> str | None:
-    """Explain why an objective has no value for k of n rows; None if it has a value."""
+    """Explain why an objective is not defined for k and n rows; None if it is defined."""
     most = n - 1 if objective == "loo" else n
     if k < 1 or k > most:
-        return f"k={k} of a group of {n}: {objective} needs 1 <= k <= {most}."
+        return f"k={k} with a group of {n}: {objective} needs 1 <= k <= {most}."
     if objective == "groups" and n % k:
-        return f"k={k} of a group of {n}: groups needs a k that divides the group's size."
+        return f"k={k} with a group of {n}: the objective groups needs a k that divides the group's size."
     return None
 
 
@@ -126,7 +128,7 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
             return math.inf, p, prompt
         right, wrong = math.log(p), math.log1p(-p)
         ends = n * right + wrong, n * wrong + right
-        # This is computed in logs, because (1 - p)^(k - 1) underflows.
+        # Use logarithms, because (1 - p)^(k - 1) underflows.
         return -(max(ends) + math.log1p(math.exp(min(ends) - max(ends))) + (k - 1) * wrong), p, prompt
 
     sizes = [least] * count
@@ -147,11 +149,11 @@ def identify_chat(prompt: Any) -> str:
 
 @dataclass
 class PassRates:
-    """Success rates of prompts, from their own answers and a prior over all prompts.
+    """Success rates of prompts, estimated from each prompt's answers and a prior over all prompts.
 
     Attributes:
-        decay: factor applied to earlier answers whenever a prompt is answered again.
-        counts: prompt -> (answers, correct answers), decayed.
+        decay: factor by which a prompt's earlier counts are multiplied when new answers arrive.
+        counts: maps each prompt to (answers, correct answers), with decay.
         prior: a and b of a Beta distribution over all prompts.
     """
 
@@ -160,7 +162,7 @@ class PassRates:
     prior: tuple[float, float] = (1.0, 1.0)
 
     def add(self, answers: Mapping[str, tuple[int, int]]) -> None:
-        """Add each prompt's (answers, correct answers), and fit the prior again."""
+        """Add each prompt's (answers, correct answers), and refit the prior."""
         if not answers:
             return
         for name, (n, c) in answers.items():
@@ -196,7 +198,7 @@ class PassRates:
 
 
 NUMBER = "offpolicy_prompt"
-"""Column of a batch of prompts: each prompt's number in the data set."""
+"""Column with each prompt's number in the data set."""
 
 
 def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float, k: int = 4) -> Tensor:
@@ -210,7 +212,7 @@ def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float
         prompts: number of prompts of the data set.
         n: rollouts per prompt, 2 or more.
         uniform_share: in (0, 1].
-        k: k of pass@k; if it is 1, only the probability of a mixed group counts.
+        k: the k of pass@k; if it is 1, only the probability of a mixed group counts.
 
     Example:
         >>> found = compute_chances(PassRates(1.0, {"0": (6, 6)}), 2, 2, 0.2, k=2)  # p = 7/8 and 1/2
@@ -231,7 +233,7 @@ def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float
 
 
 class BlockSampler:
-    """Sampler of row numbers, in blocks without repeated rows; an epoch has as many draws as there are rows.
+    """Draws row numbers in blocks without repeated rows; an epoch has as many draws as there are rows.
 
     Args:
         rows: number of rows of the data set.
@@ -253,7 +255,7 @@ class BlockSampler:
         return _Draws(self)
 
     def draw(self) -> list[int]:
-        """Draw one block, each row with its probability among the remaining rows."""
+        """Draw one block without replacement, with the given probabilities."""
         drawn: list[int] = torch.multinomial(self._chances(), self.block, generator=self.generator).tolist()
         return drawn
 
@@ -267,12 +269,12 @@ class BlockSampler:
         self._handed.clear()
 
     def take(self, count: int) -> list[int]:
-        """Return the rows that the loader took last, which form the current batch."""
+        """Return the rows that the loader took most recently, which form the current batch."""
         return [self._handed.popleft() for _ in range(count)]
 
 
 class _Draws(Iterator[int]):
-    """The draws of one epoch, whose state is saved in verl's checkpoint with the data loader's state."""
+    """The draws of one epoch; verl saves their state in its checkpoint together with the data loader's state."""
 
     def __init__(self, sampler: BlockSampler) -> None:
         self._sampler = sampler
@@ -289,7 +291,7 @@ class _Draws(Iterator[int]):
         return self._sampler.hand_out(self._left.pop(0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, including the keys of verl's own sampler, so that a run can continue with either one."""
+        """Return the state, including the keys of verl's own sampler, so that either sampler can continue the run."""
         own = {"rows": len(self._sampler), "left": list(self._left)}
         return own | {"yielded": self._drawn, "generator": self._sampler.generator.get_state()}
 

@@ -1,8 +1,8 @@
-"""pass@k of verl's validation, collected together with verl's metrics, once or in rounds for unsolved prompts.
+"""pass@k in verl's validation, computed from one round of samples, or from further rounds for unsolved prompts.
 
 The code of verl that this module patches or reads is the same from 0.7.1 to 0.9.1. ``_validate`` iterates over
-``trainer.val_dataloader``, which yields dictionaries of columns, gives all samples of a prompt one uid, and passes
-(source, uid, reward) of each sample to ``_val_metrics_update``.
+``trainer.val_dataloader``, which yields dictionaries of columns. It gives all samples of a prompt the same uid, and
+passes (source, uid, reward) of each sample to ``_val_metrics_update``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Validation:
         self._seen: dict[str, tuple[str, list[float]]] | None = None
 
     def collect(self, sources: Sequence[Any], uids: Sequence[Any], rewards: Sequence[float]) -> dict[str, float]:
-        """Collect the samples of one of verl's validations; outside of ``run``, return their metrics at once.
+        """Collect the samples of one validation of verl; outside ``run``, return their metrics immediately.
 
         Raises:
             RewardError: a reward is not finite.
@@ -68,8 +68,8 @@ class Validation:
     def run(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run verl's validation, and further rounds for prompts that are not solved often enough.
 
-        verl's own metrics are those of the first round. verl seeds numpy's random state again at each validation; the
-        previous state is restored.
+        verl's own metrics come from the first round. verl reseeds numpy's random state at each validation; this method
+        restores the previous state.
         """
         state = np.random.get_state()
         self._seen = {}
@@ -116,7 +116,7 @@ class Validation:
 
 
 class Batches:
-    """A loader that keeps the validation batches, together with the uid by which verl names each prompt.
+    """A loader that keeps the validation batches, together with the uid that verl assigns to each prompt.
 
     verl's V0 trainer keeps an existing uid, and its V1 trainer replaces it in the same dictionary.
     """
@@ -137,7 +137,7 @@ class Batches:
         return len(self._loader)
 
     def select(self, prompts: Sequence[Prompt]) -> Batches:
-        """Make a loader of only these prompts, batched as before."""
+        """Make a loader that yields only these prompts, batched as before."""
         chosen: dict[int, list[int]] = {}
         for prompt in prompts:
             chosen.setdefault(prompt.batch, []).append(prompt.row)
@@ -158,7 +158,7 @@ def _select(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def replaced(trainer: Any, loader: Any) -> Iterator[None]:
-    """Make verl's validation iterate another loader within the context."""
+    """Make verl's validation iterate over another loader inside the context."""
     own = trainer.val_dataloader
     trainer.val_dataloader = loader
     try:

@@ -1,1 +1,1 @@
-"""Process rewards, which credit each episode of a response with its contribution to log p(answer | prefix)."""
+"""Process rewards, which credit each episode of a response with the increase in log p(answer | prefix)."""

@@ -1,4 +1,4 @@
-"""Answers and episodes of a row: tokens of force prompt and answer, and the ends of the episodes of a response."""
+"""Answers and episodes of a row: token ids of force prompt and answer, and where the response's episodes end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScoringError(ValueError):
 
 
 def read_answers(row: Any, most: int) -> list[str]:
-    """Read the answers in a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
+    """Read the answers in a row's ``reward_model`` column: a text, a number, or several alternatives.
 
     Raises:
         ScoringError: there is no answer, or there are more than ``most``.
@@ -39,7 +39,7 @@ def read_answers(row: Any, most: int) -> list[str]:
 
 
 def _write(answer: Any) -> str:
-    """Format an answer as in a response: numbers without a trailing ".0" or an exponent, texts without outer spaces.
+    """Format an answer as in a response: numbers without ".0" or an exponent, texts without surrounding spaces.
 
     Raises:
         ScoringError: the answer is a number that is not finite.
@@ -49,7 +49,7 @@ def _write(answer: Any) -> str:
             raise ScoringError(f"the column {COLUMN} contains {answer}, which is not an answer.")
         if isinstance(answer, Decimal):
             return f"{answer.normalize():f}"
-        # A float32 of 0.1 is written "0.1"; converted to a Python float, it would have more digits.
+        # numpy writes a float32 of 0.1 as "0.1"; converted to a Python float, it would have more digits.
         return np.format_float_positional(answer if answer else 0.0, trim="-")
     return str(answer).strip()
 
@@ -58,7 +58,7 @@ def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> tuple[lis
     """Tokenise force prompt and answer together, because a token such as " 42" also contains the prompt's last space.
 
     Returns:
-        The ids, and the number of last ids that overlap the answer's characters.
+        The ids, and how many ids at the end overlap the answer's characters.
 
     Raises:
         ScoringError: no token contains the answer.
@@ -72,7 +72,7 @@ def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> tuple[lis
         ends = list(itertools.accumulate(map(len, list_pieces(tokenizer, ids))))
     behind = [place for place, end in enumerate(ends) if end > len(force_prompt)]
     if not behind:
-        raise ScoringError(f"no token of {text!r} holds the answer {answer!r}.")
+        raise ScoringError(f"no token of {text!r} contains the answer {answer!r}.")
     return ids, len(ids) - behind[0]
 
 
@@ -90,9 +90,9 @@ def _decode(tokenizer: Any, token: int) -> str:
 
 
 def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Find the first of ``texts`` that differs from its tokens decoded one by one; None if there is no such text.
+    """Find the first of ``texts`` that differs from its tokens when they are decoded one by one; None if none differs.
 
-    Only ASCII is compared, because a token may be part of a non-ASCII character, which is not text on its own.
+    Only ASCII is compared, because a token may be part of a non-ASCII character and cannot be decoded alone.
     """
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -112,7 +112,7 @@ STOPS = (".", "!", "?", "。", "！", "？", "\n")
 def episode_ends(
     pieces: Sequence[str], *, markers: Sequence[str], max_tokens: int, max_episodes: int | None = None
 ) -> list[int]:
-    """Find the exclusive ends of the episodes, the last of which is ``len(pieces)``; empty if there are no tokens.
+    """Find the exclusive ends of the episodes; the last end is ``len(pieces)``. Empty if there are no tokens.
 
     An episode begins at the token that contains a marker's first character, unless a letter precedes the marker. Longer
     episodes are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
@@ -120,8 +120,9 @@ def episode_ends(
     Args:
         pieces: text of each token of the region, which stops before the end-of-thinking marker.
         markers: texts that begin an episode; case-sensitive.
-        max_tokens: limit of an episode, before episodes are joined.
-        max_episodes: limit above which neighbouring episodes are joined evenly, keeping the first end; None: no limit.
+        max_tokens: maximum length of an episode, before episodes are joined.
+        max_episodes: if there are more episodes, neighbouring ones are joined evenly, keeping the first end; None: no
+            limit.
 
     Example:
         >>> episode_ends(["3", "+", "3", ".", " So", " 1", "."], markers=["So "], max_tokens=4)

@@ -1,4 +1,4 @@
-"""Agent loops that score each row after sampling and before its reward, on verl's V0 and V1 trainers.
+"""Agent loops that score each row after sampling and before it is rewarded, for verl's V0 and V1 trainers.
 
 Patched or overridden in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
 ``agent_loop_workers_class`` of managers, and ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
@@ -32,10 +32,11 @@ from .prefix_scorer import ABORTED, FIELD, PrefixScorer, Row, Tail, TailScores
 from .settings import SECTION, MonteCarloSettings, ProcessSettings
 
 _request: ContextVar[str | None] = ContextVar("offpolicy_process_request", default=None)
-"""Id of the request that sampled the current row's last token."""
+"""Id of the request that sampled the last token of the current row."""
 
 Sample = Callable[[list[int], int, int], Awaitable[list[int] | None]]
-"""Continues (ids, most tokens, seed) with the policy that sampled the ids; None after an abort or a weight change."""
+"""Called with (ids, maximum number of tokens, seed); continues the ids with the policy that sampled them. Returns None
+after an abort or a weight change."""
 Score = Callable[[list[int]], Awaitable[float]]
 """Reward of a whole response."""
 
@@ -43,7 +44,7 @@ Score = Callable[[list[int]], Awaitable[float]]
 def choose_prefix(
     settings: MonteCarloSettings, version: int | None, response: Sequence[int], ends: Sequence[int]
 ) -> tuple[int, random.Random] | None:
-    """Choose which prefix of a row to check, V_0 included, and the source of seeds; None if the row is not checked.
+    """Choose which prefix of a row to check (0 is the prompt), and the random source of seeds; None for no check.
 
     The choice depends only on the version and the response, so it is the same in every worker.
     """
@@ -65,14 +66,14 @@ async def continue_prefix(
 ) -> dict[str, Any]:
     """Sample ``samples`` responses of up to ``most`` tokens that begin with ``prefix``, and reward them.
 
-    This is VinePPO's estimate of V(prefix) (arXiv:2410.01679), unbiased but too expensive for every prefix.
+    This is VinePPO's estimate of V(prefix) (arXiv:2410.01679). It is unbiased, but too expensive for every prefix.
 
     Returns:
-        The rewards' ``mean`` and the number of sampled ``tokens``, or the ``error`` that prevented them.
+        The rewards' ``mean`` and the number of sampled ``tokens``, or an ``error``.
     """
     room, ids = most - len(prefix), [*prompt, *prefix]
     if not room:
-        return {"error": "the prefix has the maximum response length."}
+        return {"error": "the prefix already has the maximum response length."}
     found = await asyncio.gather(*(sample(ids, room, source.getrandbits(31)) for _ in range(samples)))
     whole = [[*prefix, *more] for more in found if more is not None]
     if len(whole) < samples:
@@ -86,7 +87,7 @@ async def continue_prefix(
 
 
 class RequestMemory:
-    """A client of the rollout servers that stores which request sampled a row."""
+    """A client of the rollout servers that stores the id of the request that sampled a row."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -97,7 +98,7 @@ class RequestMemory:
         return getattr(self._client, name)
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate as the client does."""
+        """Generate like the wrapped client, and store the request's id."""
         _request.set(request_id)
         return await self._client.generate(request_id, **kwargs)
 
@@ -141,7 +142,7 @@ class ScoringWorker:
         return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
 
     async def _continue(self, output: Any, found: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """If the row was chosen for a check, sample rollouts from one of its prefixes; reward them as verl does."""
+        """If the row is chosen for a check, sample rollouts from one of its prefixes and reward them as verl would."""
         settings, version = self._settings.monte_carlo, found.get("version")
         chosen = choose_prefix(settings, version, output.response_ids, found["ends"]) if found["values"] else None
         if chosen is None:

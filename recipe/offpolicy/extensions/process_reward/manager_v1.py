@@ -1,4 +1,4 @@
-"""Agent loops of verl's V1 trainer that score their rows; see ``manager``."""
+"""Agent loops that score rows, for verl's V1 trainer; see ``manager``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Values of prefixes at the ends of episodes, computed by the rollout server that sampled the row.
 
 Agent loops call ``PrefixScorer.score``; the server runs ``score_tails``. vLLM returns log-probs of a prompt's tokens
-(``prompt_logprobs``). At positions read from vLLM's prefix cache, these log-probs are uninitialised memory with the ids
-of other requests. Therefore, only values accepted by ``read_answer`` are used.
+(``prompt_logprobs``). At positions read from vLLM's prefix cache, it returns uninitialised memory and the ids of other
+requests instead. Therefore, only values accepted by ``read_answer`` are used.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ScoredPrompt(NamedTuple):
     """An engine's scores of a prompt.
 
     Attributes:
-        ids, log_probs: ids and log-probs of the prompt's tokens except the first, or of fewer tokens at the prompt's
-            end.
+        ids, log_probs: ids and log-probs of the prompt's tokens except the first; some engines return only the last
+            ones.
         cached: number of the prompt's tokens that were read from the prefix cache; None if the engine does not report
             it.
     """
@@ -52,8 +52,8 @@ class Tail:
         end: end of the prefix, exclusive, in the row's ids.
         ids: ids of force prompt and answer.
         answer: number of ids at the end that form the answer.
-        may_read: whether the prefix may be read from the cache; False if siblings force the same tail, which would then
-            be cached as well.
+        may_read: whether the prefix may be read from the cache. False if siblings force the same tail, because the tail
+            would then be in the cache as well.
     """
 
     end: int
@@ -69,9 +69,9 @@ class TailScores:
     Attributes:
         means: mean log-probs of the answer's tokens; None if the engine did not score them.
         versions: versions of the weights with which the scores were computed.
-        aborted: True if a synchronisation of the weights ended a request, so that means are incomplete.
-        requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
-            cache for them, and of requests repeated without the cache.
+        aborted: True if a weight synchronisation ended a request, which leaves ``means`` incomplete.
+        requests, forward, cached, rescored: number of requests, of tokens computed, of tokens read from the cache, and
+            of requests repeated without the cache.
         error: explanation if the server's answers do not contain log-probs of prompts; None otherwise.
     """
 
@@ -90,8 +90,8 @@ def read_answer(
 ) -> list[float] | None:
     """Read the answer's log-probs from the end of a scored prompt; None if they are not reliable.
 
-    Log-probs are read from the end because some engines omit the first tokens. The prompt must end in the answer's own
-    ids. If the cache may have been read, the position before the answer must have been computed.
+    Log-probs are read from the end, because some engines omit the first tokens. The prompt must end with the answer's
+    ids. If the cache may have been read, the position before the answer must not come from the cache.
     """
     count = len(answer)
     if list(scored.ids[-count:]) != list(answer) or len(scored.log_probs) != len(scored.ids):
@@ -103,7 +103,7 @@ def read_answer(
 
 
 async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Tail], *, read_cache: bool) -> TailScores:
-    """Score the tails after prefixes of a row (ids of prompt and response), all at once."""
+    """Score all tails of a row concurrently; ``row`` contains the ids of prompt and response."""
     scores = TailScores([None] * len(tails))
     await asyncio.gather(*(_score(generate, row, tails, each, scores, read_cache) for each in range(len(tails))))
     return scores
@@ -112,7 +112,7 @@ async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Ta
 async def _score(
     generate: Generate, row: Sequence[int], tails: Sequence[Tail], number: int, scores: TailScores, read_cache: bool
 ) -> None:
-    """Score one tail, using the cache if that is allowed, and again without the cache if the result is not reliable."""
+    """Score one tail, with the cache if allowed; score it again without the cache if the result is not reliable."""
     tail = tails[number]
     prompt = [*row[: tail.end], *tail.ids]
     for read in (True, False) if read_cache and tail.may_read else (False,):
@@ -138,14 +138,14 @@ async def _score(
 
 
 def build_sampling(*, read_cache: bool) -> dict[str, Any]:
-    """Build vLLM's sampling parameters for a request that scores its prompt, at temperature 1."""
+    """Build vLLM's sampling parameters for a request that scores its own prompt at temperature 1."""
     return {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
         "max_tokens": 1,
         "prompt_logprobs": 0,
-        # This returns two lists per prompt instead of one object per position.
+        # vLLM then returns two lists per prompt instead of one object per position.
         "flat_logprobs": True,
         # Ids at cached positions may be outside the vocabulary.
         "detokenize": False,
@@ -154,13 +154,13 @@ def build_sampling(*, read_cache: bool) -> dict[str, Any]:
 
 
 ROUNDS = 3
-"""Largest number of attempts to obtain all of a row's values with the weights that sampled its last token."""
+"""Maximum number of attempts to obtain all values of a row from the weights that sampled its last token."""
 PAUSE = 1.0
 """Seconds before a row is scored again after an abort, as in verl's resuming client."""
 
 
 AskServer = Callable[[str, Sequence[int], Sequence[Tail], bool], Awaitable[TailScores]]
-"""Calls ``score_tails`` on the server that a request's id is routed to: (request_id, row, tails, read_cache)."""
+"""Calls ``score_tails`` on the server to which a request id is routed: (request_id, row, tails, read_cache)."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Row:
 
 @dataclass
 class RowValues:
-    """Values of one row, as sent together with the row.
+    """Values of one row, which are sent together with the row.
 
     Attributes:
         ends: ends of the row's episodes, exclusive.
@@ -193,11 +193,11 @@ class RowValues:
         version: version of the weights with which all values were computed.
         answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
         best: the alternative of each value.
-        requests, forward, cached, rescored: number of requests, of tokens computed for them, of tokens read from the
-            cache for them, and of requests repeated without the cache.
-        began, ended: seconds of ``time.time``.
+        requests, forward, cached, rescored: number of requests, of tokens computed, of tokens read from the cache, and
+            of requests repeated without the cache.
+        began, ended: start and end of the scoring, in seconds of ``time.time``.
         error: the reason why the row was not scored.
-        monte_carlo: the ``number`` of a prefix with the result of ``manager.continue_prefix``; None: no check.
+        monte_carlo: the ``number`` of the checked prefix and the result of ``manager.continue_prefix``; None: no check.
     """
 
     ends: list[int] = field(default_factory=list)
@@ -251,7 +251,7 @@ class PrefixScorer:
         self._eos = frozenset(eos if isinstance(eos, list) else [eos])
 
     async def score(self, row: Row) -> dict[str, Any]:
-        """Score a row; return plain Python, with ``error`` set if the row cannot be scored."""
+        """Score a row; return a plain dictionary, in which ``error`` is set if the row cannot be scored."""
         result = RowValues(began=time.time())
         try:
             await self._score(row, result)
@@ -290,7 +290,9 @@ class PrefixScorer:
                 result.version = row.version
                 return
         shown = ", ".join(map(str, sorted(versions, key=str))) or "none, because its requests were aborted"
-        raise ScoringError(f"its last token has version {row.version}, but its values have {shown}.")
+        raise ScoringError(
+            f"the last token was sampled by weights of version {row.version}, but the values have {shown}."
+        )
 
     def _tokenize(self, row: Row) -> list[tuple[list[int], int]]:
         """Tokenise force prompt and answer, once for each alternative."""
@@ -303,7 +305,7 @@ class PrefixScorer:
         return answers
 
     def _fill(self, result: RowValues, tails: Sequence[Tail], means: Sequence[float | None]) -> None:
-        """Set each prefix's value to the value of the likeliest answer, and record which answer this is."""
+        """Set each prefix's value to that of the likeliest answer, and record which answer it was."""
         found = [mean for mean in means if mean is not None]
         if len(found) < len(means):
             tail = tails[means.index(None)]

@@ -1,7 +1,7 @@
-"""Process rewards as an extension, which credits the differences of the prefix values that arrive with the rows.
+"""Process rewards as an extension; the reward of an episode is the difference between the values of two prefixes.
 
-Under an estimator that sums a row's rewards, the process advantages are added to the estimator's advantages, which stay
-bitwise unchanged. For an estimator that uses the positions of rewards, the utilities are added to its rewards.
+If the estimator sums a row's rewards, the process advantages are added to its advantages, which are otherwise bitwise
+unchanged. If the estimator uses the positions of rewards, the utilities are added to its rewards.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .utilities import UTILITY, BatchUtilities, normalize_utilities, token_advan
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not distinguish passed from failed rows, and number of consecutive updates below
-this separation before the warning."""
+"""The run warns that values do not distinguish passed from failed rows if their separation is below ``UNFIT`` in
+``UPDATES`` consecutive updates."""
 
 COMPARISONS = {True: 2, False: 16}
-"""Number of initial steps whose values are compared. In synchronous training, these are the first step and the step
-after the first synchronisation of trained weights, and their values must agree exactly. Otherwise, there are enough
-steps to show that the values are related."""
+"""Number of initial steps at which values are compared with the trainer's. In synchronous training, these are the first
+step and the step after the first synchronisation of trained weights, and the values must agree exactly. Asynchronous
+training needs more steps to show that the values are related."""
 
 
 @dataclass(frozen=True)
 class ProcessWorker(AdvantageWorker):
-    """A worker part without settings, because advantages are shaped in the trainer, and the loss is verl's."""
+    """A worker part without settings: the trainer shapes the advantages, and verl's loss is unchanged."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -58,7 +58,7 @@ class ProcessWorker(AdvantageWorker):
 
 
 MOVED_ROWS = 8
-"""Largest number of rows in which a utility is moved at the first update."""
+"""Maximum number of rows in which the first update's check moves a utility."""
 COMPARED = 8
 """Number of prefixes that the trainer's own forward pass scores again at the first step."""
 TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
@@ -68,16 +68,16 @@ COLUMN = Column(f"{SECTION}: values of prefixes", "Check the rollout engine's lo
 
 
 def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: Sequence[int]) -> int:
-    """Check that the position of each utility decides which tokens are credited.
+    """Check that the position of a utility determines which tokens are credited.
 
     Args:
         found: utilities of the batch.
-        deal: computes process advantages (n, T) from utilities (n, T), as the run does.
+        deal: the run's function that computes process advantages (n, T) from utilities (n, T).
         rows: rows to check, in this order.
 
     Returns:
-        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or with no episode that counts,
-        cannot be checked.
+        Number of checked rows, at most ``MOVED_ROWS``. Rows without a second episode, or without an episode that
+        counts, cannot be checked.
 
     Raises:
         LivenessError: utilities were moved, but the advantages did not change.
@@ -88,8 +88,8 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
         if moved is None or not dealt[row].any():
             continue
         if torch.equal(deal(moved)[row], dealt[row]):
-            moved_one = f"a utility of sequence {row} was moved to another episode, but no advantage changed"
-            raise LivenessError(f"{SECTION}: {moved_one}: utilities are summed before they reach their tokens.")
+            moved_one = f"moving a utility of sequence {row} to another episode changed no advantage"
+            raise LivenessError(f"{SECTION}: {moved_one}, so utilities are summed before they are assigned to tokens.")
         seen += 1
         if seen == MOVED_ROWS:
             break
@@ -105,14 +105,14 @@ def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[
 def build_scored_row(
     each: RowValues, number: int, prompt: list[int], response: list[int]
 ) -> tuple[list[int], list[int], int]:
-    """Build prompt, response and number of answer tokens, whose log-probs average to the value with this number."""
+    """Build the prompt, response and answer length whose mean log-prob is the value with this number."""
     end = each.ends[number - 1] if number else 0
     ids, count = each.answers[each.best[number]]
     return prompt, [*response[:end], *ids], count
 
 
 def check_column(rows: Sequence[RowValues], floor: float) -> bool:
-    """Check that the values of a batch can be log-probs; values at the floor are ignored.
+    """Check that the values of a batch can be mean log-probs; values at the floor are ignored.
 
     Returns:
         Whether all values are exactly 0, which the trainer's own forward pass must confirm.
@@ -127,11 +127,11 @@ def check_column(rows: Sequence[RowValues], floor: float) -> bool:
 
 
 def check_related(values: Sequence[float], own: Sequence[float], checker: AlignmentChecker) -> None:
-    """Check values from an engine with older weights: engine and trainer must rank prefixes in a similar order.
+    """Check values from an engine with older weights: engine and trainer must rank prefixes similarly.
 
     Raises:
         LivenessError: all values are 0, although the trainer is not certain of the answers.
-        AlignmentError: over enough prefixes, the rankings agree no better than by chance.
+        AlignmentError: the rankings of enough prefixes agree no better than by chance.
     """
     engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
     there = torch.ones_like(engine, dtype=torch.bool)
@@ -158,13 +158,13 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
     worst = max(range(len(apart)), key=lambda at: math.inf if math.isnan(apart[at]) else apart[at])
     if not apart[worst] <= tolerance:
         one = f"one has the value {own[worst]:.4f} instead of {values[worst]:.4f} (allowed: {tolerance:g} nats)"
-        reason = "the rollout engine holds other weights, or reads a stale prefix cache"
+        reason = "the rollout engine has different weights, or reads a stale prefix cache"
         raise LivenessError(f"{SECTION}: of {len(values)} prefixes that the trainer scored again, {one}: {reason}.")
     return apart[worst]
 
 
 def serve_scores() -> None:
-    """Make vLLM replicas started by this process score prefixes."""
+    """Make the vLLM replicas that this process starts score prefixes."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     def load() -> Any:
@@ -176,7 +176,7 @@ def serve_scores() -> None:
 
 
 class PrefixValueRewards(AdvantageExtension):
-    """Extension for the process rewards of one run; see ``settings.ProcessSettings`` for its section."""
+    """Extension for process rewards; ``settings.ProcessSettings`` describes its section."""
 
     phase = "prefix_values"
 
@@ -235,7 +235,7 @@ class PrefixValueRewards(AdvantageExtension):
             bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),
             column="values of prefixes",
             short="the rollout engine",
-            lost="the values credit no token correctly",
+            lost="the values cannot credit any token correctly",
         )
         self._by_token = bool(sees_positions(config, plain_advantage()))
         serve_scores()
@@ -269,7 +269,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._watch(self._metrics["value/separation"])
 
     def _watch(self, separation: float) -> None:
-        """Warn if, for a long time, the values of passed rows have not been higher than those of failed rows."""
+        """Warn if passed rows have not had higher values than failed rows for many updates."""
         self._unfit = self._unfit + 1 if separation < UNFIT else 0
         if self._unfit == UPDATES:
             logger.warning(
@@ -279,7 +279,7 @@ class PrefixValueRewards(AdvantageExtension):
             )
 
     def _read_continuations(self, found: Sequence[RowValues]) -> dict[str, float]:
-        """Read the metrics of a Monte-Carlo check, and log the first reason why a prefix has no estimate."""
+        """Compute the metrics of a Monte-Carlo check; log the first reason for a missing estimate."""
         metrics = utilities.summarize_continuations(found)
         self._continued = self._continued or metrics.get("monte_carlo/prefixes", 0.0) > 0
         if metrics.get("monte_carlo/lost") and not self._lost:
@@ -353,7 +353,7 @@ class PrefixValueRewards(AdvantageExtension):
 
     @property
     def _penalty(self) -> Tensor:
-        """The amounts by which normalised utilities are lowered, (n, T) float64."""
+        """The penalties to subtract from normalised utilities, (n, T) float64."""
         return self.process.waste.penalty * self._waste.double()
 
     def worker(self) -> ProcessWorker:

@@ -1,4 +1,4 @@
-"""vLLM servers that score a row's prefixes in one call, with every verl trainer.
+"""vLLM servers that score all prefixes of a row in one call, for every trainer of verl.
 
 Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
 ``vLLMReplica``, ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``, and
@@ -23,7 +23,7 @@ Extract = Callable[[Any, int | None, dict[str, Any]], None]
 
 
 def keep_flat(extract: Extract) -> Extract:
-    """Wrap verl's ``extract_prompt_logprobs``: flat log-probs are returned unchanged, with the cached token count."""
+    """Wrap verl's ``extract_prompt_logprobs`` to return flat log-probs unchanged, with the cached token count."""
 
     def extract_or_keep(output: Any, num_prompt_logprobs: int | None, result_dict: dict[str, Any]) -> None:
         found = output.prompt_logprobs
@@ -40,7 +40,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_all(rollout_seams.build_scoring_server())
-        # This is the only server in its process, and it looks up the name for each answer.
+        # This is the only server in its process, and it looks up the function by name for each answer.
         vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
 

@@ -35,8 +35,8 @@ class MonteCarloSettings:
     """Settings of the Monte-Carlo checks of values.
 
     Attributes:
-        every: number of weight versions between two checks; None: never.
-        share: fraction of the rows that take part in a check, each with one prefix.
+        every: number of weight versions from one check to the next; None: never.
+        share: fraction of the rows that are checked, each at one prefix.
         samples: number of rollouts from each prefix.
     """
 
@@ -60,17 +60,17 @@ class ProcessSettings(SectionSettings):
         force_prompt: text between a prefix and the answer.
         think_end: text before which episodes end; if empty, the whole response is reasoning.
         markers, max_tokens, max_episodes: see ``episodes.episode_ends``.
-        max_answer_tokens: maximum number of tokens of the answer, tokenised with the force prompt.
-        max_answers: maximum number of alternative answers in the ground truth; the likeliest answer counts.
+        max_answer_tokens: maximum number of tokens of the answer, tokenised together with the force prompt.
+        max_answers: maximum number of alternative answers in the ground truth; the likeliest answer is used.
         floor: lower bound of a value, in nats.
-        prefix_cache: with ``auto``, the engine may read its cache if it reports how many tokens it has read; with
+        prefix_cache: with ``auto``, the engine may use its prefix cache if it reports the number of cached tokens; with
             ``off``, it may not.
         normalize: see ``utilities.normalize_utilities``.
         coef: factor of the process advantages.
-        probe_every: number of steps after which the trainer scores prefixes again; None: only at the first steps.
+        probe_every: number of steps from one check by the trainer to the next; None: only at the first steps.
         max_unscored_share: largest share of rows without values in a step.
-        waste: ``penalty`` is subtracted, after normalisation, from an episode whose utility is at most ``within`` nats
-            from 0.
+        waste: ``penalty`` is subtracted from the normalised utility of each episode whose utility is within ``within``
+            nats of 0.
         monte_carlo: see ``MonteCarloSettings``.
     """
 
@@ -98,7 +98,7 @@ _HERE = __name__.rpartition(".")[0]
 MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v1.ScoringManagerV1"}
 """Maps verl's trainer to the agent loop manager for it."""
 BY_TOKEN = ("gae", "reinforce_plus_plus")
-"""verl's estimators that do not sum a per-token penalty over the row."""
+"""Estimators of verl that keep a per-token penalty at its token instead of summing it over the row."""
 FEW = 10
 """Minimum number of prefixes for a meaningful rank correlation, whose standard error is about 1 / sqrt(n - 1)."""
 TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
@@ -154,7 +154,7 @@ def _check_monte_carlo(section: str, settings: MonteCarloSettings, run: Configur
     expected = round(settings.share * rows)
     if rows > 0 and expected < FEW:
         key = f"{section}.monte_carlo.share"
-        reason = f"a check has about {expected} of {rows} sequences, too few for a rank correlation."
+        reason = f"a check covers about {expected} of {rows} sequences, too few for a rank correlation."
         fix = f"Set {key} to {min(1.0, FEW / rows):.2g} or more."
         yield run.problem(key, reason, fix, verdict="NOTE", value=settings.share)
 

@@ -23,8 +23,8 @@ from .settings import SECTION, Normalize
 UTILITY = "offpolicy_process_utility"
 """float32 per token: the utility of the episode that ends here; NaN elsewhere."""
 LOG_PROBS = 1.0
-"""Typical size of log-probs in nats. Utilities are differences of log-probs, so the rounding errors of utilities are on
-this scale."""
+"""Typical size of log-probs in nats. Utilities are differences of log-probs, so their rounding errors are on this
+scale."""
 
 
 def token_advantages(
@@ -36,7 +36,7 @@ def token_advantages(
     normalize: Normalize,
     penalty: Tensor | float = 0.0,
 ) -> Tensor:
-    """Compute all tokens' process advantages, (B, T): normalised utilities, summed from the token to the row's end.
+    """Compute each token's process advantage, (B, T): the sum of normalised utilities from the token to the row's end.
 
     Args:
         utilities: (B, T) float, read only at ``positions``.
@@ -44,14 +44,15 @@ def token_advantages(
         groups: (B,) prompt of each row.
         response_mask: (B, T) bool or 0/1; advantages are 0 outside it.
         normalize: see ``normalize_utilities``.
-        penalty: (B, T), the amounts subtracted from normalised utilities.
+        penalty: (B, T), subtracted from normalised utilities.
 
     Raises:
         ValueError: as ``normalize_utilities``.
 
     Example:
-        Two responses to one prompt, the first with two episodes, the second with one; their utilities have mean 0.1667,
-        standard deviation 0.2517 and root mean square 0.2646. ``zscore`` turns the first row's progress into a loss.
+        The first of two responses to a prompt has two episodes, the second has one. The three utilities have mean
+        0.1667, standard deviation 0.2517 and root mean square 0.2646. ``zscore`` makes the first row's advantages
+        negative although its utilities sum to 0.1.
 
         >>> u = torch.tensor([[0.0, 0.2, 0.0, -0.1], [0.0, 0.4, 0.0, 0.0]])
         >>> at, mask = u != 0, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -68,11 +69,12 @@ def token_advantages(
 def normalize_utilities(
     utilities: Tensor, positions: Tensor, groups: Sequence[Hashable], *, normalize: Normalize
 ) -> Tensor:
-    """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
+    """Normalise utilities by statistics over the n positions of their group, (B, T) float64, 0 elsewhere.
 
-    ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation; the result is at most
-    sqrt(n - 1), and 0 if utilities agree within float32 rounding. ``scale`` divides by the root mean square; the result
-    is at most sqrt(n), and 0 if all utilities are rounding errors. ``none`` leaves utilities unchanged.
+    ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation; the result is at most sqrt(n -
+    1) in absolute value, and 0 if all utilities agree within float32 rounding. ``scale`` divides by the root mean
+    square; the result is at most sqrt(n) in absolute value, and 0 if all utilities are rounding errors. ``none`` leaves
+    utilities unchanged.
 
     Raises:
         ValueError: a utility at a position is not finite.
@@ -98,7 +100,7 @@ def normalize_utilities(
 
 @dataclass(frozen=True)
 class BatchUtilities:
-    """Utilities of one batch.
+    """The utilities of one batch.
 
     Attributes:
         rows: values of each row.
@@ -130,13 +132,13 @@ def read_values(found: Sequence[Any]) -> list[RowValues]:
     """Read the values that the agent loops sent with each row.
 
     Raises:
-        LivenessError: a row bypassed the scoring agent loops.
+        LivenessError: a row was not created by the agent loops that score rows.
     """
     known = {each.name for each in fields(RowValues)}
     lost = [row for row, each in enumerate(found) if not isinstance(each, Mapping)]
     if lost:
         first = f"{len(lost)} of {len(found)} sequences have no values ({FIELD}); the first is sequence {lost[0]}"
-        reason = "Some code creates sequences without the scoring agent loops, or drops their extra fields."
+        reason = "Some code creates sequences without the agent loops that score them, or drops their extra fields."
         raise LivenessError(f"{SECTION}: {first}. {reason}")
     return [RowValues(**{name: value for name, value in each.items() if name in known}) for each in found]
 
@@ -144,11 +146,11 @@ def read_values(found: Sequence[Any]) -> list[RowValues]:
 def check_values(
     rows: Sequence[RowValues], versions: Sequence[int | None], *, expected: int | None, max_unscored_share: float
 ) -> None:
-    """Check that rows were scored, and with the weights that sampled their last token.
+    """Check that rows were scored with the weights that sampled their last token.
 
     Args:
         rows: values of the batch.
-        versions: versions of the weights that sampled each row's last token; None if not recorded.
+        versions: version of the weights that sampled each row's last token; None if it was not recorded.
         expected: the version that all rows must have in synchronous training; None: any version.
         max_unscored_share: largest accepted share of rows without values.
 
@@ -177,7 +179,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
     """Place each row's utilities at the last tokens of its episodes.
 
     Raises:
-        LivenessError: values do not match the rows' tokens, so rows and values were mixed up.
+        LivenessError: values do not match the tokens of their rows, so rows and values were mixed up.
     """
     mask = response_mask.bool()
     values, positions = torch.zeros(mask.shape), torch.zeros_like(mask)
@@ -186,7 +188,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
             continue
         last = [end - 1 for end in each.ends]
         if len(each.values) != len(last) + 1 or any(not (0 <= at < mask.shape[1] and mask[row, at]) for at in last):
-            wrong = f"{len(each.values)} values and episodes that end at {each.ends}, which are not its tokens"
+            wrong = f"{len(each.values)} values and episodes that end at {each.ends}, which do not match its tokens"
             raise LivenessError(f"{SECTION}: sequence {row} has {wrong}: sequences and values are mixed up.")
         if last:
             values[row, last] = torch.tensor(each.values).double().diff().float()
@@ -195,7 +197,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
 
 
 def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
-    """Find the last tokens of wasted episodes, (n, T) bool: those with |U| <= ``within``.
+    """Find the last tokens of wasted episodes, (n, T) bool. An episode is wasted if |U| <= ``within``.
 
     An episode between two values at the floor does not count, because its utility is unknown rather than 0.
     """
@@ -221,7 +223,7 @@ def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
 
 
 def compute_separation(values: Tensor, passed: Tensor) -> float:
-    """Compute the share of (passed, failed) pairs in which the passed row's value is higher; ties count half.
+    """Compute the share of (passed, failed) pairs in which the passed row has the higher value; ties count as half.
 
     Args:
         values: (n,) float.
@@ -253,7 +255,7 @@ def compute_covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def summarize_values(found: BatchUtilities, scores: Tensor) -> dict[str, float]:
-    """Compute the metrics of a batch's values; ``scores`` (n,) are the rows' rewards, and a row above 0 has passed."""
+    """Compute the metrics of a batch's values; rows whose reward in ``scores``, (n,), is above 0 count as passed."""
     scored, passed = found.scored, scores > 0
     firsts = torch.tensor([each.values[0] if each.values else math.nan for each in found.rows])
     lasts = torch.tensor([each.values[-1] if each.values else math.nan for each in found.rows])
@@ -314,7 +316,7 @@ def summarize_cost(rows: Sequence[RowValues], began: float | None) -> dict[str, 
 
 
 def summarize_advantages(outcome: Tensor, process: Tensor, mask: Tensor) -> Mapping[str, float]:
-    """Compute the spread of both parts of the advantages over response tokens, and the process part's share."""
+    """Compute the spread of both parts of the advantages over response tokens, and the share of the process part."""
     there = mask.bool()
     own, other = process[there].double(), outcome[there].double()
     total = float(own.abs().sum() + other.abs().sum())

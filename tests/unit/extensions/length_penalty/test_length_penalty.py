@@ -332,7 +332,7 @@ def test_prompts_below_the_limit_are_left_out_of_the_training_data_alone(tmp_pat
     loader = SimpleNamespace(dataset=data)
     assert made.load_prompts(loader) is loader
     assert made.unproved() is None
-    with pytest.raises(LivenessError, match="reads a list with 4 prompts, of which none was left out"):
+    with pytest.raises(LivenessError, match="reads a list with 4 prompts, and no prompt was left out"):
         made.load_prompts(SimpleNamespace(dataset=[1, 2, 3, 4]))
     config = OmegaConf.create({"train_files": [], LEAVE_OUT: given, "filter_overlong_prompts": False})
     assert len(EasierPrompts([files], build_tokenizer("Spell it."), config)) == 4

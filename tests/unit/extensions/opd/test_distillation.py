@@ -174,7 +174,7 @@ def test_none_eligible(teacher: FakeTeacher, caplog: pytest.LogCaptureFixture, m
     assert found["opd/num_eligible_samples"] == found["opd/live/proved"] == 0.0
     assert math.isnan(found["opd/k1"])
     assert "no rollout was eligible" in str(run.opd.unproved())
-    assert caplog.text.count("opd does nothing: no rollout was eligible in 2 updates") == 1
+    assert caplog.text.count("opd has no effect: no rollout was eligible in 2 updates") == 1
     assert run.opd.metrics().keys() == taught.opd.metrics().keys()
     assert found.keys() == taught.judge(taught.update(NONE)[1]).keys()
 
@@ -319,14 +319,16 @@ def test_other_weights_behind_the_same_address_stop_the_run(teacher: FakeTeacher
     steps = Steps(teacher.url, probe_every=2)
     teacher.score = lambda ids: [0.8 * value for value in opinion(ids)]
     steps.take(2)
-    with pytest.raises(LivenessError, match=r"a sequence of an earlier step .* again: its .* serves other weights"):
+    with pytest.raises(LivenessError, match=r"a sequence of an earlier step .* again: its .* weights have changed"):
         steps.take(3)
 
 
 def test_rows_mixed_up_within_a_request_stop_the_run(teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = TeacherClient.wait
     monkeypatch.setattr(TeacherClient, "wait", lambda client, scoring: wait(client, scoring)[::-1])
-    with pytest.raises(LivenessError, match=r"sequence [01] was scored again, alone: .* mixes up rows of a request"):
+    with pytest.raises(
+        LivenessError, match=r"sequence [01] was scored again, alone: .* mixes up the rows of a request"
+    ):
         Run(teacher.url, "loss")
 
 

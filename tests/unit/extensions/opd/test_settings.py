@@ -198,7 +198,7 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
         ({"models": ("one", "two")}, "serves one, two, so one of these models must be selected", "scripts/teacher.sh"),
         ({"length": 30}, "the teacher accepts 30 tokens, but prompt and response have up to 30", "--max-model-len 31"),
         ({"score": "noisy"}, "answers are not repeatable", "float32"),
-        ({"tokenize": lambda body: [0]}, "its tokenizer gives other ids than the student's", "student's own family"),
+        ({"tokenize": lambda body: [0]}, "its tokenizer and the student's disagree", "student's own family"),
         (
             {"tokenize": lambda body: [0] if "messages" in body else alike(body)},
             "chat templates of teacher and student render training prompt 0 as different ids",
@@ -234,7 +234,7 @@ def test_another_model_and_another_tokenizer_are_refused(teacher: FakeTeacher, s
     assert "but not other" in problem.reason
     build_tokenizer("Something else:").save_pretrained(tmp_path)
     (problem,) = problems(teacher.url, student, teacher={"tokenizer": str(tmp_path)})
-    assert problem.reason == "its vocabulary is not the student's."
+    assert problem.reason == "its vocabulary differs from the student's."
 
 
 def test_without_the_students_tokenizer_nothing_is_compared(teacher: FakeTeacher, student: Path) -> None:

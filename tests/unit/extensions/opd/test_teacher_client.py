@@ -54,7 +54,7 @@ def test_what_the_teacher_excludes_is_minus_infinity() -> None:
     ("change", "said"),
     [
         *(
-            (change, "sequence 0: its prompt_logprobs are not those of the 3 tokens")
+            (change, "sequence 0: prompt_logprobs do not match the 3 tokens")
             for change in (
                 lambda entries: entries[:-1],
                 lambda entries: [*entries, entries[-1]],

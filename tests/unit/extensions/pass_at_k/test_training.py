@@ -44,7 +44,7 @@ def test_a_deal_depends_on_its_seed_alone_and_gives_each_row_its_groups_best() -
 )
 def test_an_impossible_k_is_named_with_the_group(n: int, k: int, objective: str) -> None:
     assert find_impossible(n, k, objective) is not None
-    with pytest.raises(ValueError, match=rf"k={k} of a group of {n}"):
+    with pytest.raises(ValueError, match=rf"k={k} with a group of {n}"):
         advantages(group(n, 1), k, objective=objective)
 
 

@@ -200,7 +200,7 @@ def test_a_row_whose_version_has_gone_is_left_unscored() -> None:
     found = score(Engine(version=4), row())
     assert found.values == []
     assert found.requests == 9
-    assert found.error == "its last token has version 3, but its values have 4."
+    assert found.error == "the last token was sampled by weights of version 3, but the values have 4."
 
 
 def test_an_abort_is_waited_out() -> None:

@@ -236,10 +236,10 @@ def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_two_steps(b
 
 
 def test_an_engine_with_other_weights_stops_at_the_first_step_and_behind_a_synchronisation(build: Any) -> None:
-    with pytest.raises(LivenessError, match="holds other weights, or reads a stale prefix cache"):
+    with pytest.raises(LivenessError, match="has different weights, or reads a stale prefix cache"):
         run(build(forward=Forward(off=-0.06)), extension())
     run(build(forward=Forward(off=-0.04)), made := extension())
-    with pytest.raises(LivenessError, match="holds other weights"):
+    with pytest.raises(LivenessError, match="has different weights"):
         run(build(forward=Forward(off=-0.06)), made)
 
 
@@ -251,7 +251,7 @@ def test_prefixes_are_scored_again_after_so_many_steps(build: Any) -> None:
         asked.append(len(forward.asked))
     assert asked == [8, 8]
     made._compared_at = STEP - 3
-    with pytest.raises(LivenessError, match="holds other weights"):
+    with pytest.raises(LivenessError, match="has different weights"):
         run(build(forward=Forward(off=-0.06)), made)
 
 
@@ -260,7 +260,7 @@ def test_values_of_zero_are_put_to_the_trainer_at_once(build: Any) -> None:
     for synchronous in (True, False):
         made = extension()
         made._comparisons, made._synchronous = COMPARISONS[synchronous], synchronous
-        with pytest.raises(LivenessError, match=r"holds other weights|sequences contain only zeros"):
+        with pytest.raises(LivenessError, match=r"has different weights|sequences contain only zeros"):
             run(build(zeros), made)
 
 

@@ -210,7 +210,7 @@ def test_moved_utilities_change_advantages() -> None:
 
 
 def test_an_estimator_that_sums_utilities_stops_the_run() -> None:
-    with pytest.raises(LivenessError, match="sequence 2 was moved to another episode, but no advantage changed"):
+    with pytest.raises(LivenessError, match="sequence 2 to another episode changed no advantage"):
         check_moved(FOUND, lambda values: values.sum(-1, keepdim=True) * FULL, [1, 2, 0])
 
 
