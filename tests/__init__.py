@@ -1,1 +1,1 @@
-"""Tests; a package, because verl's wheel installs another one of this name."""
+"""Tests. This folder is a package, because verl's wheel installs another package of this name."""

@@ -1,4 +1,4 @@
-"""Shared by all tests: what runs where."""
+"""Fixtures and hooks shared by all tests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if not torch.cuda.is_available():
 
 
 PROGRAM = "run_program"  # scripts/test.sh finds test files by this name
-"""Fixture of tests that run a program which takes all cores, one at a time."""
+"""Fixture of tests that run a program which uses all cores; these tests run one at a time."""
 HANGS = 3600
-"""Seconds after which such a test hangs: its programs have limits of their own, which are shorter."""
+"""Time limit in seconds for such a test; the programs that it starts have shorter limits."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks tests that run such a program."""
+    """Mark the tests that start such a program."""
     if PROGRAM in getattr(item, "fixturenames", ()):
         item.add_marker("program")
         # Without the fixtures: the wait for the programs of other checkouts is none of the test's.
@@ -53,7 +53,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after what -m leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes few tests for ``--quick``, and skips those that need a CUDA device where there is none."""
+    """Select few tests for ``--quick``, and skip tests that need a CUDA device if there is none."""
     if os.environ.get(FEW):
         chosen = set(choose_few(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
@@ -69,7 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _loggers_of_verl() -> Iterator[None]:
-    """Each test hears what is said at any level, and leaves the loggers so: programs called in one test set them."""
+    """Let each test capture log records of every level, and restore verl's loggers, whose levels some
+    programs change.
+    """
     speakers = [logging.getLogger("verl"), logging.getLogger("verl.offpolicy")]
     found = [(speaker.propagate, list(speaker.handlers)) for speaker in speakers]
     for speaker in speakers:
@@ -89,7 +91,7 @@ def _loggers_of_verl() -> Iterator[None]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Panels are not drawn, which takes most of a page's time: for what only the text shows."""
+    """Do not draw panels, which takes most of the time of writing a page, in tests that read only the text."""
     from recipe.offpolicy.analysis import page
 
     monkeypatch.setattr(page, "serialize", lambda panel: "{}")
@@ -97,6 +99,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is said at WARNING or above."""
+    """Log messages of level WARNING or above."""
     with caplog.at_level(logging.WARNING):
         yield caplog

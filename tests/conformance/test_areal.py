@@ -1,4 +1,4 @@
-"""AReaL's own PPO loss, its interpolation of pi_old, and its config classes."""
+"""AReaL's own PPO loss, its interpolation of pi_old, and its config classes, compared with ours."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def areal() -> Any:
 
 
 def theirs(areal: Any, options: Options, rows: Rows) -> Loss:
-    """As its trainer calls it: pi_old is mu unless it is computed, and rejection needs the decoupled loss."""
+    """Call the loss as AReaL's trainer does: pi_old is mu unless it is computed, and rejection needs the decoupled
+    loss.
+    """
     rejection = {path.rpartition(".")[2]: value for path, value in options.items() if path.startswith(SECTION)}
     decoupled = options.get("actor.use_decoupled_loss", False)
     config = areal.config.RejectionSamplingConfig(**rejection) if rejection and decoupled else None
@@ -91,7 +93,7 @@ def test_loss_with_rejection_sampling(areal: Any) -> None:
 
 
 def test_interpolated_pi_old(areal: Any) -> None:
-    """Tokens of versions 0 to 3 under version 4: ages 4 to 1."""
+    """Tokens were sampled by versions 0 to 3, and the current version is 4, so their ages are 4 to 1."""
     decoupled = {"actor.use_decoupled_loss": True, "actor.prox_logp_method": "loglinear"}
     spec = CorrectionSpec.from_peer("areal", decoupled)
     rows = draw_rows(1)

@@ -1,6 +1,6 @@
-"""miles' own policy loss, which is slime's, and its arguments.
+"""miles' own policy loss, which slime shares, and its arguments.
 
-``mis.py``, whose keys the converter reads too, is an example of both repositories and in no package.
+The converter also reads the keys of ``mis.py``, an example that is in both repositories but in neither package.
 """
 
 from __future__ import annotations

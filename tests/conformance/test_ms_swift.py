@@ -45,7 +45,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> type:
-    """The methods of the loss; the rest of the trainer imports model hubs and another release of TRL."""
+    """The methods that compute the loss; the rest of the trainer imports model hubs and another release of TRL."""
     path = folder / "swift/rlhf_trainers/grpo_trainer.py"
     given: dict[str, Any] = dict.fromkeys(("gather_object", "nanmin", "nanmax"), _same)
     given |= dict(WINDOW_NORMALIZED_LOSS_TYPES=["cispo", "dapo", "fipo"])

@@ -31,7 +31,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def policy_loss(folder: Path) -> Any:
-    """Its module of losses; the utilities next to it import deepspeed, which the loss does not use."""
+    """Load OpenRLHF's module of losses; the utilities next to it import deepspeed, which the loss does not use."""
     return load(folder, "openrlhf.models.loss", "openrlhf", "openrlhf.models", absent={"deepspeed"}).PolicyLoss
 
 

@@ -56,7 +56,9 @@ def skyrl() -> Any:
 
 
 def configure(skyrl: Any, options: Options) -> Any:
-    """Set the options on SkyRL's own config object; ``use_tis`` is translated where SkyRL does it, in its trainer."""
+    """Set the options on SkyRL's own config object; SkyRL's trainer translates ``use_tis``, and so does this
+    function.
+    """
     whole = skyrl.config.SkyRLTrainConfig()
     for path, value in options.items():
         *above, name = path.split(".")
@@ -105,7 +107,7 @@ def test_losses_under_the_correction(skyrl: Any) -> None:
 
 
 def test_losses_around_mu(skyrl: Any) -> None:
-    """DPPO's own loss is -r A, the translated one -sg(r) A log pi."""
+    """DPPO's own loss is -r A; the translated loss is -sg(r) A log pi, which has the same gradient."""
     around = {f"{ALGORITHM}.cispo.cispo_anchor": "rollout", LOSS: "rollout_is"}
     compare(
         "skyrl",

@@ -60,7 +60,7 @@ def trl() -> Any:
 
 
 def configure(trl: Any, options: Options) -> Any:
-    """The config with TRL's own defaults and translation of the older name, without a device's checks."""
+    """Build the config with TRL's own defaults and TRL's translation of the older name, without its device checks."""
     values = {each.name: each.default for each in dataclasses.fields(trl.config)} | {"use_vllm": True} | options
     if values[f"{STEM}_cap"] is not None:
         values[f"{STEM}_clip_max"] = values[f"{STEM}_cap"]
@@ -150,7 +150,7 @@ def test_grpo_loss(trl: Any) -> None:
 
 @pytest.mark.parametrize("constants", [{}, {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_lambda_neg": 4.0}])
 def test_vespo_with_mu_as_pi_old(trl: Any, constants: dict[str, float]) -> None:
-    """Without an engine TRL's weight is on pi / pi_old; ``paper/vespo`` is on pi / mu."""
+    """Without an engine, TRL's weight uses pi / pi_old; ``paper/vespo`` uses pi / mu."""
     plain = yaml.safe_load((ROOT / "configs/correction/paper/vespo.yaml").read_text())
     for sign in ("pos", "neg"):
         part = plain["weights"]["positive" if sign == "pos" else "negative"]

@@ -1,6 +1,6 @@
-"""What verl's separate asynchronous trainer needs: snapshots that are copies, and a logger that takes `flush`.
+"""What verl's separate asynchronous trainer needs: snapshots that are copies, and a logger that accepts `flush`.
 
-Patches change their process for good, so each test runs in a process of its own.
+Patches change their process permanently, so each test runs in its own process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def after_a_step_and_a_restoration():
 
 
 def test_without_the_patch_updates_of_offloaded_weights_are_lost() -> None:
-    """Weights that were on a GPU since pi_old was saved have left it storage of its own; pi's is still the live one."""
+    """Weights that moved to a GPU after pi_old was saved leave the snapshot with its own storage; pi's snapshot still
+    shares the live storage.
+    """
     out = ok(
         f"{FSDP2}\n"
         "from verl.utils import fsdp_utils\n"
@@ -53,7 +55,7 @@ def test_without_the_patch_updates_of_offloaded_weights_are_lost() -> None:
 
 
 def test_a_snapshot_on_the_cpu_is_the_live_weight_until_it_is_patched() -> None:
-    """As the trainer does: save pi_old, step, save pi, restore pi_old, restore pi."""
+    """Do what the trainer does: save pi_old, step, save pi, restore pi_old, restore pi."""
     out = ok(
         f"{FSDP2}\n"
         "print(after_a_step_and_a_restoration())\n"

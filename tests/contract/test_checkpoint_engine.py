@@ -1,4 +1,6 @@
-"""The checkpoint engine for CPU: what is sent arrives, and what cannot arrive ends in a bounded time with its cause."""
+"""The checkpoint engine for CPUs: weights arrive unchanged, and a failed transfer ends in bounded time and names its
+cause.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from verl_patches.cpu.checkpoint_engine import NAME, POLL, FileCheckpointEngine,
 pytestmark = pytest.mark.verl(">=0.8")
 
 HANGS = 300.0
-"""Seconds after which whatever is waited for will not come."""
+"""Seconds after which a transfer counts as hanging."""
 
 Weights = list[tuple[str, Tensor]]
 
@@ -42,13 +44,13 @@ def weights() -> Weights:
 
 
 def engine(folder: Path, **kwargs: Any) -> Any:
-    """As verl's workers make one."""
+    """Create an engine as verl's workers do."""
     import_external_libs("verl_patches.cpu.checkpoint_engine")
     return CheckpointEngineRegistry.new(NAME, bucket_size=256, folder=str(folder), **kwargs)
 
 
 def connect(actors: list[Any], rollouts: list[Any]) -> None:
-    """As verl's manager does before each synchronisation."""
+    """Connect the ranks as verl's manager does before each synchronisation."""
     metadata = [each.prepare() for each in actors + rollouts]
     for group, arguments in zip(
         (actors, rollouts),
@@ -64,7 +66,7 @@ async def received(rollout: Any, step: int | None) -> Weights:
 
 
 def synchronise(actors: list[Any], rollouts: list[Any], weights: Weights, step: int | None = 1) -> list[Weights]:
-    """One synchronisation, receivers first, as each of verl's managers drives it."""
+    """Run one synchronisation, receivers first, as each of verl's managers does."""
 
     async def both() -> list[Weights]:
         receiving = [asyncio.create_task(received(rollout, step)) for rollout in rollouts]
@@ -93,7 +95,7 @@ def test_every_rollout_gets_every_weight_to_the_bit_at_each_synchronisation(tmp_
 
 
 def test_a_bucket_holds_copies_and_is_no_larger_than_it_must_be(tmp_path: Path, weights: Weights) -> None:
-    """A view is saved without what it views; what the sender changes later does not reach the receiver."""
+    """A view is sent without the rest of its storage, and later changes on the sender do not reach the receiver."""
     master, rollout = engine(tmp_path, is_master=True), engine(tmp_path)
     connect([master], [rollout])
     asyncio.run(master.send_weights(iter(weights), global_steps=1))
@@ -107,7 +109,7 @@ def test_a_bucket_holds_copies_and_is_no_larger_than_it_must_be(tmp_path: Path, 
 
 
 def test_all_ranks_of_the_trainer_take_part_in_gathering(tmp_path: Path, weights: Weights) -> None:
-    """Gathering a sharded weight is a collective: a rank that does not iterate would hang the others."""
+    """Gathering a sharded weight is a collective operation, so a rank that did not iterate would block the others."""
     follower = engine(tmp_path)
     taken: list[str] = []
 
@@ -166,7 +168,7 @@ def send_one_bucket_and_hang(folder: Path, metadata: Any) -> None:
 
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[tuple[BaseProcess, dict[str, str]]]:
-    """The process, and what it tells before it hangs."""
+    """The sending process, and the message that it sends before it hangs."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=send_one_bucket_and_hang, args=(tmp_path, there), daemon=True)

@@ -1,4 +1,6 @@
-"""A contract accepts what it was written for and refuses, with the fix, what has moved."""
+"""A contract accepts the function that it describes, and rejects a changed function with an error that names
+the fix.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ TARGET = "a_module_of_the_test:Owner.double"
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module with one method to patch; it stands for upstream."""
+    """A module with one method to patch; it replaces an upstream module."""
 
     class Owner:
         def double(self, value: int, *, plus: int = 0) -> int:
@@ -99,7 +101,7 @@ def test_a_missing_target_raises(module: ModuleType, target: str) -> None:
 
 
 def module_file(folder: Path, name: str, code: str) -> str:
-    """A package of that name with one module, `inner`."""
+    """Create a package of that name with one module, `inner`."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text("")
     (folder / name / "inner.py").write_text(code)
@@ -119,7 +121,7 @@ def module_file(folder: Path, name: str, code: str) -> str:
 def test_a_target_that_cannot_be_imported_has_not_moved(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fix is to install what its module wants, and no other release of the distribution."""
+    """The fix is to install the missing dependency, not another release of the distribution."""
     monkeypatch.syspath_prepend(tmp_path)
     name = module_file(tmp_path, f"wants_{abs(hash(code))}", code)
     with pytest.raises(PatchError) as error:
@@ -152,7 +154,7 @@ def test_a_missing_distribution_raises(module: ModuleType) -> None:
 
 
 def test_a_deferred_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The action runs once, after the module's own code; later importers get the patched module."""
+    """The action runs once, after the module's own code, and later importers get the patched module."""
     (tmp_path / "imported_late_by_the_test.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     finders = list(sys.meta_path)
@@ -168,7 +170,7 @@ def test_a_deferred_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_error_in_a_deferred_patch_reaches_the_importer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each importer again, and whoever asks for the failures where importers swallow them."""
+    """Every importer sees the error, and so does the caller who asks for failures that importers swallowed."""
     (tmp_path / "refused_by_the_test.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -258,7 +260,7 @@ def test_the_contract_of_the_installed_release() -> None:
 
 
 def test_verls_release_is_that_of_the_package_an_import_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout before an installed verl: the metadata are those of the installed one."""
+    """If a checkout precedes an installed verl on the path, the metadata still belong to the installed verl."""
     monkeypatch.delitem(sys.modules, "verl", raising=False)
     checkout = tmp_path / "verl"
     (checkout / "version").mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""What the CPU patches do to Megatron and mbridge, against their own code, and that they notice what moves.
+"""The CPU patches of Megatron and mbridge, compared with the unpatched code; a moved target is detected.
 
-Patches change their process for good, so whatever installs them runs in a process of its own.
+Patches change their process permanently, so each test that installs them runs in its own process.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ say('Transformer Engine', 'TE' in str(bridge._get_transformer_layer_spec()))
 
 
 def test_megatron_runs_on_the_cpu() -> None:
-    """One process for all: importing Megatron takes its time."""
+    """All checks share one process, because importing Megatron takes long."""
     out = ok(IMPORTED.replace("{states}", STATES) + RANDOM + ATTENTION + BRIDGE, **CPU)
     said = dict(line[2:].split(" = ", 1) for line in out.splitlines() if line.startswith("@ "))
     assert said.pop("states").count("'in force'") == len(PATCHES)

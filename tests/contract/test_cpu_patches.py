@@ -1,6 +1,6 @@
-"""The CPU patches hold on the installed releases, and stop where a target has moved.
+"""The CPU patches work with the installed releases, and raise an error if a target has moved.
 
-Patches change their process for good, so whatever installs them runs in a process of its own.
+Patches change their process permanently, so each test that installs them runs in its own process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ STATES["padding"] = "not needed" if Version("0.9.1") <= RELEASE else "waiting"
 
 
 def test_importing_verl_installs_the_group_once() -> None:
-    """In force after `import verl`, as in every Ray worker; a second install adds no second wrapper."""
+    """The patches are active after `import verl`, as in every Ray worker, and installing them twice adds no second
+    wrapper.
+    """
     out = ok(
         "import sys, verl, torch, verl_patches\n"
         "before = torch.distributed.init_process_group\n"
@@ -67,7 +69,7 @@ def test_importing_verl_installs_the_group_once() -> None:
 
 
 def test_importing_changes_nothing_where_no_cpu_platform_is_asked_for() -> None:
-    """As on a GPU machine: same functions before and after, and every patch says "off"."""
+    """On a GPU machine, all functions are unchanged, and every patch reports "off"."""
     out = ok(
         "import sys, importlib.metadata\n"
         "before = importlib.metadata.version, list(sys.meta_path)\n"
@@ -133,7 +135,7 @@ MOVES = {
 
 
 def test_a_moved_target_stops_the_process() -> None:
-    """One process for all moves: each changes its target and must find its own patch unwilling."""
+    """One process tries all moves: each move changes one target, and the patch of this target must refuse."""
     code = (
         "import importlib.metadata, sys, types, torch, torch.distributed.fsdp\n"
         "import verl_patches, verl_patches.cpu\n"
@@ -152,7 +154,7 @@ def test_a_moved_target_stops_the_process() -> None:
 
 
 def test_fsdp1_broadcasts_a_model_on_the_cpu() -> None:
-    """One rank is enough to reach PyTorch's refusal; y = W x + b with W = 2 I, b = 1 at x = (3, 4) is (7, 9)."""
+    """One rank is enough to trigger PyTorch's error. y = W x + b with W = 2 I, b = 1 at x = (3, 4) is (7, 9)."""
     out = ok(
         "import tempfile, torch, verl_patches\n"
         "verl_patches.install('cpu')\n"
@@ -171,7 +173,7 @@ def test_fsdp1_broadcasts_a_model_on_the_cpu() -> None:
 
 @pytest.mark.slow
 def test_vllm_keeps_its_weights_whichever_is_imported_first() -> None:
-    """A linear layer still holds its weight after vLLM has packed it, so a weight sync can write to it."""
+    """A linear layer keeps its weight after vLLM has packed it, so a later weight synchronisation can write to it."""
     pytest.importorskip("vllm")
     pack = (
         "import torch\n"
@@ -187,7 +189,7 @@ def test_vllm_keeps_its_weights_whichever_is_imported_first() -> None:
 
 @pytest.mark.slow
 def test_vllms_experts_are_patched_when_they_are_imported() -> None:
-    """Its kernel for the CPU says that it returns routes, and hands the ids to vLLM's capture."""
+    """vLLM's CPU kernel for experts returns routes, and passes the expert ids to vLLM's capture."""
     pytest.importorskip("vllm")
     if is_vllm("0.31"):
         out = ok(

@@ -1,7 +1,7 @@
-"""What the CPU patches do in releases of verl before 0.9, against verl's own code.
+"""The CPU patches in releases of verl before 0.9, compared with verl's own code.
 
-Patches change their process for good, so whatever installs them runs in a process of its own; what can share one does,
-because importing verl's workers takes long.
+Patches change their process permanently, so tests that install them need their own process; tests share a process where
+possible, because importing verl's workers takes long.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def patched() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unpatched() -> dict[str, Any]:
-    """The causes; where one is gone, its patch can go."""
+    """Each test reproduces the cause of a patch; if a release fixes the cause, the patch can be deleted."""
     return found()
 
 
@@ -105,7 +105,9 @@ def test_engines_of_the_named_device_serve_the_cpu(patched: dict[str, Any], unpa
 
 
 def test_padding_is_removed_without_flash_attn(patched: dict[str, Any], unpatched: dict[str, Any]) -> None:
-    """Rows of 2 and 3 tokens: five in a row, their places in the flat batch, where each row starts, and back."""
+    """Rows of 2 and 3 tokens: five tokens in one row, their places in the flat batch, the start of each row, and the
+    inverse.
+    """
     assert patched["packed"] == [[5, 6, 7, 8, 9], [2, 3, 4, 5, 6], [0, 2, 5], True]
     assert unpatched["packed"] == "ModuleNotFoundError: No module named 'flash_attn'"
 
@@ -131,13 +133,15 @@ def test_what_layer_names_is_patched_for_is_still_there(unpatched: dict[str, Any
 
 @pytest.mark.verl("==0.7.1")
 def test_mixed_precision_decides_about_autocast(patched: dict[str, Any], unpatched: dict[str, Any]) -> None:
-    """verl's own forward_step around a module that notes autocast: null, bf16, fp32, bf16, and outside of an engine."""
+    """Run verl's own forward_step around a module that records autocast: null, bf16, fp32, bf16, and outside
+    an engine.
+    """
     assert patched["autocast"] == [True, True, False, True, True]
     assert unpatched["autocast"] == [True, True, True, True, True]
 
 
 def test_an_accelerator_is_not_ignored_in_silence() -> None:
-    """Before 0.9 verl takes a GPU that it sees, so VERL_PLATFORM=cpu would be a lie."""
+    """Before 0.9, verl uses any visible GPU, so VERL_PLATFORM=cpu would have no effect."""
     done = python("import torch\ntorch.cuda.is_available = lambda: True\nimport verl\n", **CPU)
     assert done.returncode != 0
     assert "PatchError: VERL_PLATFORM=cpu on a machine with a GPU" in done.stderr
@@ -188,6 +192,6 @@ if transfer.rebuild_shared_memory: print(whole()[0])
 
 
 def test_weights_arrive_whole_and_without_the_patch_they_do_not() -> None:
-    """In 0.7.1 the next bucket is written over weights that are being loaded; from 0.8 there is nothing to patch."""
+    """In 0.7.1, the next bucket overwrites weights that are still being loaded; from 0.8 on, no patch is needed."""
     lines = [line for line in ok(TRANSFER, **CPU).splitlines() if line.startswith(("True", "False"))]
     assert lines == ["True []", *["False"] * (importlib.metadata.version("verl") == "0.7.1")]

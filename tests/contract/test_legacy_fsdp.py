@@ -1,4 +1,4 @@
-"""The patch of verl 0.7.1's legacy FSDP actor holds on the installed release, and says so when a target has moved."""
+"""The patch of verl 0.7.1's legacy FSDP actor fits the installed release, and names any target that has moved."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""How patches get into a process: by variable, by verl's entry points, by capability; and how a failure is found.
+"""How patches are loaded into a process: by a variable, by verl's entry points, or by capability; and how a failure is
+found.
 
-Patches change their process for good, so whatever loads them runs in a process of its own.
+Patches change their process permanently, so each test that loads them runs in its own process.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import pytest
 from tests.support.fresh_python import ok, python
 
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-"""The platform alone: what loads the group is what these tests ask for."""
+"""Only the platform variable: these tests examine what loads the group of patches."""
 
 pytest.importorskip("verl")
 
 
 def last(code: str, *, path: str = "", bare: bool = False, **environment: str) -> str:
-    """The last line that the code printed."""
+    """Return the last line that the code printed."""
     return ok(code, path=path, bare=bare, **environment).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def entry_point(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder for the path with the metadata that an installed package would have."""
+    """Create a folder with the metadata that an installed package would have, and add it to the path."""
     folder = tmp_path_factory.mktemp("installed")
     metadata = folder / "verl_offpolicy_of_the_test-1.dist-info"
     metadata.mkdir()
@@ -57,7 +58,7 @@ def test_the_entry_point_loads_what_is_asked_for(asked: str, entry_point: str) -
 
 @needs_plugins
 def test_a_plugin_that_failed_is_found_although_verl_carries_on(entry_point: str) -> None:
-    """Half an environment: the group refuses, verl logs it at DEBUG, and status() raises it."""
+    """In an incomplete environment, the group raises an error, verl logs it at DEBUG, and status() raises it again."""
     done = python("import verl; print('carried on'); import verl_patches; verl_patches.status()", path=entry_point,
                   OFFPOLICY_PATCHES="cpu")  # fmt: skip
     assert done.stdout.splitlines()[-1] == "carried on"
@@ -66,7 +67,7 @@ def test_a_plugin_that_failed_is_found_although_verl_carries_on(entry_point: str
 
 
 def test_what_nobody_loaded_is_found() -> None:
-    """Asked for by name where verl does not see the entry point."""
+    """The patch is requested by name in an environment whose entry points verl does not see."""
     code = "import verl, sys; import verl_patches; verl_patches.status()"
     # The platform's own import would load the group; without it, verl's default.
     done = python(code, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none")
@@ -89,7 +90,9 @@ NO_MEGATRON = "import sys; sys.modules['megatron'] = None; "
 
 @needs_legacy
 def test_without_megatron_only_its_actor_is_refused() -> None:
-    """A user of FSDP who has no Megatron starts and looks at the state; one who asks for it is told the fix."""
+    """Without Megatron, FSDP still starts and the status can be read; a request for the Megatron actor names
+    the fix.
+    """
     code = NO_MEGATRON + "import verl, verl.workers.actor.dp_actor, verl_patches; from verl_patches import legacy\n"
     code += "legacy.check('fsdp'); assert verl_patches.status()['legacy'] == "
     code += "{'fsdp_actor': 'in force', 'megatron_actor': 'waiting'}, verl_patches.status()\n"
@@ -100,7 +103,9 @@ def test_without_megatron_only_its_actor_is_refused() -> None:
 
 
 def test_without_a_name_capability_decides() -> None:
-    """The platform by its variable, legacy actors by the files of the installed verl; nothing is imported to tell."""
+    """The platform variable enables the CPU patches, and the files of the installed verl enable legacy actors; nothing
+    is imported to decide.
+    """
     legacy = "'legacy'" if has_legacy_actor() else ""
     code = "import sys, verl_patches; print(verl_patches.needed()); assert not {'torch', 'verl'} & set(sys.modules)"
     assert last(code, bare=True) == f"[{legacy}]"
@@ -123,7 +128,7 @@ TABLE = "import runpy, sys; sys.argv = ['verl_patches']; {before}runpy.run_modul
 
 
 def table_of(printed: str) -> list[list[str]]:
-    """Its cells, row by row."""
+    """Return the table's cells, row by row."""
     return [
         [cell.strip() for cell in line.strip("┃ ").split("│")[1:-1]] for line in printed.splitlines() if "│" in line
     ]

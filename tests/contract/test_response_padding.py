@@ -1,4 +1,4 @@
-"""verl's loss takes responses that are padded already, and pads all others itself."""
+"""verl's loss accepts padded responses, and pads all other responses itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seams of every path hold on the installed verl, and a seam that moves stops the run by name."""
+"""The hooks of every path fit the installed verl, and a hook whose target has moved stops the run and is named."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verl_patches.contract import Contract, PatchError, bare_signature, check_al
 
 V1 = pytest.mark.verl(">=0.9")
 NEWEST = pytest.mark.verl(">=0.9.1")
-"""Releases that note versions by token, replay routes and supports, and take a limit of staleness."""
+"""Releases that record versions per token, replay routes and supports, and support a staleness limit."""
 CLIENTS = ("LLMServerClient", "FullyAsyncLLMServerClient")
 SCORING = pytest.mark.verl("!=0.7.1")
-"""Releases that score prompts, and that have the asynchronous programs."""
+"""Releases that score prompts and have the asynchronous programs."""
 GROUPS = [
     pytest.param(lambda: worker_seams.LOSS, id="loss"),
     pytest.param(lambda: trainer_seams.V0, id="v0"),
@@ -81,7 +81,7 @@ def test_a_loss_that_no_longer_reads_the_weights_is_named() -> None:
 
 @V1
 def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
-    """An override of a hook that verl no longer calls would leave the correction dead in silence."""
+    """If verl no longer called an overridden hook, the correction would silently be dead."""
     from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
     from verl.trainer.ppo.v1 import PPOTrainer
 
@@ -119,7 +119,7 @@ OF_SUPPORT = {"prepare_model_outputs", "forward_backward_batch"}
     ],
 )
 def test_whatever_a_part_overrides_is_a_seam(ours: str, theirs: str, wrapped: set[str], seams: Any) -> None:
-    """What goes another way in verl would go past the part in silence."""
+    """If verl took another code path, the part would silently be skipped."""
     mine, verls = pkgutil.resolve_name(f"recipe.offpolicy.{ours}"), pkgutil.resolve_name(theirs)
     assert {name for name in vars(mine) if not name.startswith("__") and hasattr(verls, name)} == wrapped
     assert wrapped <= {seam.target.rpartition(".")[2].rpartition(":")[2] for seam in seams}
@@ -177,13 +177,13 @@ def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.
     hooked.mark(ours)
 
     class Own(RayPPOTrainer):  # type: ignore[misc]
-        """A fork's, whose constructor calls no other."""
+        """A fork's trainer, whose constructor does not call the constructor of its base class."""
 
         def __init__(self, config: Any) -> None:
             self.config = config
 
     class FullyAsyncRollouter(RayPPOTrainer):  # type: ignore[misc]
-        """Samples, and trains nothing."""
+        """A rollouter, which samples and does not train."""
 
     for trainer in (RayPPOTrainer, Own):
         assert is_corrected(trainer.__new__(trainer, ours))
@@ -196,7 +196,7 @@ def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.
 
 
 def hook(monkeypatch: pytest.MonkeyPatch, trainer: type, correct: Any) -> None:
-    """Hook a class of verl's for one test."""
+    """Hook a class of verl for one test."""
     from recipe.offpolicy.trainer import hooked
 
     monkeypatch.setattr(trainer, "__new__", trainer.__new__)
@@ -251,7 +251,9 @@ def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest
 
 
 def test_modules_that_imported_the_estimator_by_name_get_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program's ``__main__``, which is imported before the hooks: Ray sends its functions with what they name."""
+    """A program's ``__main__`` is imported before the hooks are installed, and Ray ships its functions with the objects
+    that they name.
+    """
     from verl.trainer.ppo import ray_trainer
 
     monkeypatch.setattr(ray_trainer, "compute_advantage", plain := trainer_seams.plain_advantage())
@@ -275,7 +277,7 @@ def test_verl_ships_the_correction_defaults_that_the_checks_know() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: int) -> None:
-    """Contiguous shares by rank, cut in order: ``make_iterator`` is what a worker cuts its share with."""
+    """Each rank gets contiguous rows and splits them in order, as a worker's ``make_iterator`` does."""
     import torch
     from tensordict import TensorDict
 

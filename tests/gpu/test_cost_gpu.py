@@ -1,4 +1,4 @@
-"""What a correction costs in the worker on a CUDA device, next to a model of half a billion parameters."""
+"""The cost of a correction in the worker on a CUDA device, with a model of half a billion parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 pytestmark = [pytest.mark.gpu, pytest.mark.verl("==0.9.1")]
 SCRIPT = ROOT / "scripts" / "benchmark" / "worker_stage.py"
 MOST = 0.04
-"""Share of forward and backward pass; on an H100 it was 0.026."""
+"""Largest accepted share of the forward and backward pass; on an H100, it was 0.026."""
 
 
 def test_the_loss_takes_a_small_share_of_a_micro_batch(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""verl's engine on a CUDA device: the corrected update of the float64 reference, the proof of life, the statistics.
+"""verl's engine on a CUDA device: the update equals the float64 reference, is proved live, and has the same statistics.
 
-In float32 with sdpa, also with weights and optimizer in host memory, and in bfloat16 on packed rows, with sdpa and, if
-it is installed, with flash-attn.
+The tests use float32 with sdpa, also with weights and optimizer in host memory, and bfloat16 on packed rows, with sdpa
+and, if it is installed, with flash-attn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def worker(folder: Path, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module", params=["sdpa", "flash_attention_2"])
 def rounding(folder: Path, request: pytest.FixtureRequest) -> Any:
-    """A worker in bfloat16 on packed rows."""
+    """A worker that computes in bfloat16 on packed rows."""
     if request.param == "flash_attention_2":
         pytest.importorskip("flash_attn")
     return tw.start_worker(folder, attention=request.param, precision="bfloat16", use_remove_padding=True)

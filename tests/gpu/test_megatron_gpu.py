@@ -1,4 +1,6 @@
-"""What of Megatron needs a GPU: Transformer Engine's layers on packed sequences, in bfloat16, on one device."""
+"""The part of Megatron that needs a GPU: Transformer Engine's layers on packed sequences, in bfloat16, on one
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks on two CUDA devices, over NCCL, make the update of one."""
+"""Two ranks on two CUDA devices, connected by NCCL, make the same update as one rank."""
 
 from __future__ import annotations
 

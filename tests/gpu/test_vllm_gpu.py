@@ -1,4 +1,4 @@
-"""vLLM on a CUDA device: the log-probs that it returns are the sampler's, at their own tokens."""
+"""vLLM on a CUDA device returns the sampler's log-probs, each at its own token."""
 
 from __future__ import annotations
 

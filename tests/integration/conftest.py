@@ -1,4 +1,4 @@
-"""Fixtures of real verl workers in this process, and of the quickstart's data and model."""
+"""Fixtures: real verl workers in this process, and the quickstart's data and model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 @pytest.fixture(scope="session")
 def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, for real verl TrainingWorkers in this process, one rank on gloo."""
+    """A tiny model for real verl TrainingWorkers in this process, with one rank on gloo."""
     from tests.support import training_worker as tw
 
     tw.join_process_group()
@@ -24,7 +24,7 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_factory(dense_model: Path) -> Callable[[], Any]:
-    """Makes real verl TrainingWorkers of a tiny model."""
+    """Create real verl TrainingWorkers with a tiny model."""
     from tests.support import training_worker as tw
 
     return lambda: tw.start_worker(dense_model)
@@ -32,13 +32,13 @@ def engine_factory(dense_model: Path) -> Callable[[], Any]:
 
 @pytest.fixture(scope="session")
 def engine(engine_factory: Callable[[], Any]) -> Any:
-    """A TrainingWorker shared by tests that do not let the optimizer step."""
+    """A TrainingWorker shared by tests in which the optimizer does not step."""
     return engine_factory()
 
 
 @pytest.fixture(scope="session")
 def made() -> dict[str, Path]:
-    """The folders of the quickstart's data and model."""
+    """The folders with the quickstart's data and model."""
     from scripts.quickstart.prepare import folder
     from scripts.quickstart.run import CACHE
 

@@ -1,4 +1,6 @@
-"""Fallbacks and moving bounds on a real verl TrainingWorker: they reach the gradient, are proved, and ranks agree."""
+"""Fallbacks and moving bounds on a real verl TrainingWorker: they reach the gradient, are proved, and are equal on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SAFER = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
 
 
 def config(**offpolicy: Any) -> DictConfig:
-    """What a Supervision reads."""
+    """The part of a configuration that a Supervision reads."""
     return OmegaConf.create(
         {
             "actor_rollout_ref": {"actor": {"ppo_epochs": 1}},
@@ -41,13 +43,13 @@ def config(**offpolicy: Any) -> DictConfig:
 
 
 def alarms(**ess: Any) -> dict[str, Any]:
-    """All off but that for ESS, which any mismatch sets off, unless its keys say otherwise."""
+    """Alarms that are all off, except the ESS alarm, which any mismatch triggers unless its keys say otherwise."""
     values = {"action": "warn", "lower": 0.9999, "recovery_lower": 0.9999, "patience": 1, "recovery_patience": 1}
     return {"alarms": {name: {"action": "off"} for name in ALARMS} | {"ess": values | ess}}
 
 
 class Run:
-    """A trainer's part in a run: it hands over the loss, sends plans, and judges what comes back."""
+    """The trainer's part of a run: it sends the loss and the plans, and judges the workers' reports."""
 
     def __init__(self, engine: Any, spec: CorrectionSpec, **offpolicy: Any) -> None:
         self.engine = engine
@@ -59,7 +61,7 @@ class Run:
         return OffPolicyLoss(active.spec, tw.actor_config(), prove=self.supervision.proving, moving=active.moving)
 
     def update(self, mismatch: float = 0.2, *, seed: int = 1) -> dict[str, torch.Tensor]:
-        """One update of a fresh rollout, in micro-batches of two rows; the optimizer does not step."""
+        """Run one update with a new rollout, in micro-batches of two rows; the optimizer does not step."""
         rows = tw.add_log_probs(self.engine, tw.make_rollout(), mismatch=mismatch, seed=seed)
         self.supervision.sampled(rows.to_tensordict())
         self.supervision.begin()
@@ -75,7 +77,7 @@ class Run:
 
 
 def with_bounds(data: TensorDict, bounds: Any, spec: CorrectionSpec | None = None) -> TensorDict:
-    """The batch with a plan that brings these bounds, and the constants of ``spec`` under them."""
+    """The batch with a plan that contains these bounds, and the batch constants of ``spec`` for these bounds."""
     tu.assign_non_tensor(
         data, **{PLAN: SharedPlan(1, compute_constants(spec or CorrectionSpec(), data), bounds=bounds)}
     )
@@ -91,7 +93,7 @@ def rollout(engine: Any, mismatch: float = 0.05) -> tw.Rollout:
 
 @dataclass(frozen=True)
 class Moving:
-    """A correction with bounds that move, those that the plan of an update brings, and late ones."""
+    """A correction with moving bounds, the bounds of an update's plan, and bounds that arrive too late."""
 
     spec: CorrectionSpec
     sides: Any
@@ -102,7 +104,7 @@ class Moving:
         return kind(self.spec, tw.actor_config(), moving=self.sides, **changes)
 
     def fixed(self, bounds: Any) -> Any:
-        """The loss of a correction that was configured with these bounds."""
+        """The loss of a correction that is configured with these bounds."""
         return OffPolicyLoss(replace_bounds(self.spec, bounds), tw.actor_config())
 
     def verify(self, packets: list[Packet], rows: tw.Rollout) -> dict[str, float]:
@@ -142,7 +144,7 @@ def test_the_bounds_of_the_plan_reach_the_gradient_and_are_proved(engine: Any, m
 
 @both
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any, moving: Moving) -> None:
-    """It says that it holds the bounds, and acts by those that it began with."""
+    """The loss reports the moved bounds, but applies the initial bounds."""
     rows = rollout(engine, 0.2 if moving is CAP else 0.05)
     data = with_bounds(rows.to_tensordict(), moving.moved)
     metrics, _ = tw.gradients(engine, moving.loss(acting_by(moving.spec), prove=True), data)
@@ -207,7 +209,7 @@ def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog
 
 
 def test_a_fallback_that_does_not_act_stops_the_run(engine: Any) -> None:
-    """The worker holds the right spec, and its loss drops the weight."""
+    """The worker has the right spec, but its loss ignores the weight."""
     run = Run(engine, BANDED, **alarms(**FALLBACK))
     run.update()
     base = run.loss.base_loss

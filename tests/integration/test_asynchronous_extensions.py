@@ -1,4 +1,6 @@
-"""Extensions in verl's asynchronous programs on a CPU: proved, and equal to their definition where it is recorded."""
+"""Extensions in verl's asynchronous programs on a CPU are proved live, and equal their definition if its inputs are
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Run = Callable[..., list[dict[str, float]]]
 
 @pytest.fixture
 def run(run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path) -> Run:
-    """A function that runs a program with overrides to its end, and returns the metrics of its steps."""
+    """A function that runs a program with overrides to its end, and returns the metrics of each step."""
 
     def run(name: str, *overrides: str, **environment: str) -> list[dict[str, float]]:
         program = replace(PROGRAMS[name], overrides=(*PROGRAMS[name].overrides, *overrides))
@@ -65,7 +67,7 @@ def test_baseline_and_learning_rate_act(run: Run) -> None:
 
 
 def test_anchors_of_a_length_penalty_are_resumed(run: Run, tmp_path: Path) -> None:
-    """fully_async_policy loads a checkpoint through its trainer's class, which no hook on the instance sees."""
+    """fully_async_policy loads a checkpoint through its trainer's class, so a hook on the instance would not see it."""
     anchor = ("length_penalty.anchor.pass_rate=0.01", "length_penalty.anchor.min_samples=1")
     saved = (f"trainer.default_local_dir={tmp_path / 'checkpoints'}", "trainer.save_freq=1")
     keys = ("+length_penalty@length_penalty=anchor", *anchor, *saved)
@@ -78,7 +80,9 @@ def test_anchors_of_a_length_penalty_are_resumed(run: Run, tmp_path: Path) -> No
 
 
 def test_steps_are_credited(run: Run, tmp_path: Path) -> None:
-    """verl's advantage of the outcome and, from each token on, the utilities standardised over the group's episodes."""
+    """verl's advantage of the outcome plus, from each token on, the utilities standardised over the group's
+    episodes.
+    """
     command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), "sums", "sums_model"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=900)
     *_, last = run(

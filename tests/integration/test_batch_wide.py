@@ -1,4 +1,4 @@
-"""What is fixed for a whole batch does not depend on how the batch is split; on a real verl TrainingWorker."""
+"""Batch-level constants do not depend on how the batch is split; tested on a real verl TrainingWorker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_split_into_micro_batches_changes_nothing(engine: Any, name: str, mode: 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_kept_is_the_gradient_of_a_batch_without_the_rejected_rows(engine: Any, mode: str) -> None:
-    """Rows that the mask keeps, trained alone by verl's own loss, give the same gradient."""
+    """Training only the rows that the mask keeps, with verl's own loss, gives the same gradient."""
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "denominator": "kept"})
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
     _, kept = count_kept(spec, rows.to_tensordict())
@@ -99,7 +99,7 @@ def test_shadows_touch_no_gradient(engine: Any) -> None:
 
 
 def test_the_age_of_rows_is_where_the_batch_is() -> None:
-    """verl notes versions on the host; statistics on a device must not meet them there."""
+    """verl records versions on the host; statistics on a device must convert them first."""
     column = torch.zeros(3, 2, device="meta")
     versions = RowVersions(torch.tensor([4, 3, 9]), torch.tensor([4, 4, 9]))
     batch = MicroBatch(*[column] * 6, versions=versions, plan=SharedPlan(step=5))

@@ -1,4 +1,6 @@
-"""Score centering in verl's real FSDP engines, in this process: by hand, whole vocabulary, splits, sabotage."""
+"""Score centering in verl's real FSDP engines, in this process: by hand, over the whole vocabulary, with splits, and
+with sabotage.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def sampler(dense_model: Path, worker: Any) -> Sampler:
 
 @pytest.fixture(scope="module")
 def enumerated(dense_model: Path, sampler: Sampler) -> Any:
-    """The reference's gradient, by the name of a correction and K."""
+    """The reference's gradient for each correction and K."""
     return cache(lambda name, size: sampler.enumerate_gradient(dense_model, PLAIN[name], size))
 
 
@@ -67,7 +69,7 @@ def start_centering(dense_model: Path, **settings: Any) -> Any:
 
 
 class Sampler:
-    """Rows, and a sampler whose logits are the model's with noise: q of each position over the vocabulary."""
+    """Rows, and a sampler whose logits are the model's logits plus noise; q is its distribution at each position."""
 
     def __init__(self, dense_model: Path, worker: Any) -> None:
         from transformers import AutoModelForCausalLM
@@ -92,7 +94,9 @@ class Sampler:
         return data
 
     def enumerate_gradient(self, dense_model: Path, plain: dict[str, Any], size: int) -> dict[str, Tensor]:
-        """The gradient of the paper's loss, written out: -A f log p(token) + A sum_H sg(m - a p) log p, in float64."""
+        """Compute the gradient of the paper's loss explicitly: -A f log p(token) + A sum_H sg(m - a p) log p, in
+        float64.
+        """
         from transformers import AutoModelForCausalLM
 
         reference = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float64)
@@ -125,7 +129,9 @@ PLAIN = {"none": {}, "tis": TRUNCATED, "icepop": ICEPOP, "mask": MASKED, "gsm": 
 
 
 def weigh(plain: dict[str, Any], p: Any, q: Any) -> float:
-    """m of the paper: q times the factor of a token with these masses; of the tail with 1 and rho its coefficient a."""
+    """Compute m of the paper, q times a token's factor, and the coefficient a of the tail, with 1 and rho as its
+    masses.
+    """
     p, q = float(p), float(q)
     if plain is TRUNCATED:
         return min(p, 1.2 * q)
@@ -190,7 +196,7 @@ def test_a_term_that_is_lost_or_changed_fails_the_proof(
 
 
 def alter(at: int, **changes: Any) -> Callable[[list[Any]], list[Any]]:
-    """Change the arrays of one row's note after its checksum was taken."""
+    """Change the arrays of one row's note after its checksum was computed."""
 
     def change(notes: list[Any]) -> list[Any]:
         supports = notes[at].supports
@@ -263,7 +269,7 @@ def test_a_token_without_mu_adds_nothing(worker: Any, sampler: Sampler, monkeypa
 
 
 def find_unlikely(sampler: Sampler, size: int, row: int) -> list[int]:
-    """The first sampled token of a row that is not among its likeliest ones."""
+    """Find the first sampled token of a row that is not among the K likeliest tokens."""
     own = sampler.log_q[row].topk(size).indices == sampler.rows.responses[row][:, None]
     return (~own.any(-1)).nonzero()[:1, 0].tolist()
 
@@ -275,11 +281,11 @@ def train(worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, **colu
 
 
 def test_a_policy_without_a_tail_is_no_fault(worker: Any, sampler: Sampler) -> None:
-    """rho of thousands: rounding of C is relative to its coefficients."""
+    """If rho is in the thousands, rounding errors of C are relative to its coefficients."""
     loss = correct({}, 1, prove=True)
 
     class Peaked(type(loss)):  # type: ignore[misc]
-        """Moves the policy's mass to the likeliest token of each position."""
+        """A model that moves the policy's probability mass to the likeliest token of each position."""
 
         def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
             given = model_output[LOG_PROBS]

@@ -1,4 +1,6 @@
-"""The claim of docs/collapse.md, in process: late weights collapse an uncorrected run, and OPSM keeps it."""
+"""The claim of docs/collapse.md, in one process: late weights collapse an uncorrected run, and OPSM prevents the
+collapse.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SEEDS = (2, 3, 4)
 
 @pytest.mark.timeout(1800)
 def test_late_weights_collapse_a_run_and_opsm_keeps_it(tmp_path: Path) -> None:
-    """At eta 8 three uncorrected runs end below the words that they began with, and those with OPSM far above."""
+    """At eta 8, three uncorrected runs end with less reward than they began with, and runs with OPSM end with much
+    more.
+    """
     names = [f"{arm}-8-0.001-{seed}" for arm in ("none", "opsm") for seed in SEEDS]
     script = SCRIPTS / "collapse" / "in_process.py"
     command = [sys.executable, str(script), *names, "--out", str(tmp_path / "results.parquet")]

@@ -1,4 +1,4 @@
-"""Controls on the whole system: what must show on runs where the mismatch is known."""
+"""Control runs of the whole system, in which the size of the mismatch is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
 def test_negative_control_equal_engines_leave_nothing_to_correct(run_program: Callable[..., Any]) -> None:
-    """float32 on both sides, on the V0 trainer: KL below 1e-6, weights 1 to 1e-5, the correction live all the same."""
+    """With float32 in both engines, on the V0 trainer, the KL is below 1e-6, weights are 1 within 1e-5, and the
+    correction is live.
+    """
     steps = trained(
         run_program,
         "correction=[tis_token,gsm,trl/opsm]",
@@ -38,7 +40,9 @@ def test_negative_control_equal_engines_leave_nothing_to_correct(run_program: Ca
 def test_positive_control_stale_batches_reach_the_cap_and_set_off_the_fallback(
     run_program: Callable[..., Any],
 ) -> None:
-    """colocate_async: every second batch was sampled by older weights; weights are capped, what is in force moves."""
+    """In colocate_async, older weights sample every second batch, so weights reach the cap and the active correction
+    changes.
+    """
     alarm = "offpolicy.alarms.ess"
     steps = trained(
         run_program,

@@ -1,4 +1,6 @@
-"""Whole runs whose rollout engine does not get the trainer's weights: each stops at the synchronisation that fails."""
+"""Whole runs whose rollout engine does not receive the trainer's weights; each run stops at the synchronisation that
+fails.
+"""
 
 from __future__ import annotations
 

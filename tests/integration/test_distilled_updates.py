@@ -1,4 +1,6 @@
-"""Whatever disconnects the teacher stops the run at the first update with an eligible row; on a real TrainingWorker."""
+"""Any fault that disconnects the teacher stops the run at the first update with an eligible row; on a real
+TrainingWorker.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def url() -> Iterator[str]:
 def update(
     worker: Any, url: str, mode: str, fault: Callable[[TensorDict], None] = lambda data: None, loss: Any = None
 ) -> dict[str, float]:
-    """One update as the trainer makes it, with two eligible rows of six, and what the trainer makes of its packets."""
+    """Run one update as the trainer does, with two eligible rows of six, and return the trainer's verdict on its
+    packets.
+    """
     opd = OnPolicyDistillation("opd", {"mode": mode, "teacher": {"url": url}, "eligible": GATE})
     hooks, batch = AddOns([opd]), Batch(tw.add_log_probs(worker, tw.make_rollout(6), mismatch=0.2))
     opd.begin(None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A real verl TrainingWorker in this process: equality with verl, with a plain reference, and over every split."""
+"""A real verl TrainingWorker in this process equals verl's own loss and a plain reference, for every split."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_equal_policies_are_a_no_op_to_the_bit(worker: Any) -> None:
 def reference_gradient(
     worker: Any, rows: tw.Rollout, weight: list[torch.Tensor], clip: float = 0.2
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Token-mean PPO with given weights, by a plain Hugging Face model in float64, one row at a time."""
+    """Token-mean PPO with given weights, computed by a plain Hugging Face model in float64, one row at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(worker.model_config.path, dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_split_into_micro_batches_changes_nothing(worker: Any, loss_agg_mode: st
 
 
 def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
-    """Also what is fixed for the whole batch: self-normalised weights, a budget and the count of what is kept."""
+    """This includes batch-level constants: self-normalised weights, a budget, and the number of kept tokens."""
     of_two = tw.run_two_ranks("corrected", worker.model_config.path, tmp_path)
     for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():
         data = planned(CorrectionSpec.from_mapping(mapping), rollout(worker))

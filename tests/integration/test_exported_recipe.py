@@ -1,4 +1,4 @@
-"""The exported recipe trains live on a CPU, and stops where workers use another loss."""
+"""The exported recipe trains with a live correction on a CPU, and stops if workers use another loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
     "trainer.total_training_steps": STEPS,
 }
-"""Mini-batches have 8 prompts: the second update of a step is off policy."""
+"""Mini-batches have 8 prompts, so the second update of a step is off policy."""
 
 
 @pytest.mark.parametrize("faulty", [False, True], ids=["live", "another-loss"])

@@ -1,4 +1,4 @@
-"""Two extensions at once next to a correction, in whole runs: rewards, advantages, loss, reports, recording."""
+"""Two extensions together with a correction in whole runs: rewards, advantages, loss, reports and recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that break while they train end by themselves, soon, with the cause; what they had saved can be resumed."""
+"""Runs that fail during training end soon, without help, and name the cause; their checkpoints can be resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
 
 @pytest.mark.extended
 def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callable[..., Any]) -> None:
-    """With bypass, pi_old is mu where the loss reads it, and masks see the current policy."""
+    """With bypass, the loss reads mu as pi_old, and masks depend on the current policy."""
     stuck = "+offpolicy.watchdog.phase_timeouts.weight_sync=30"
     run = broken(run_program, "stop_rollout_engine:2", "correction=[bypass,trl/opsm]", stuck, limit=30.0)
     assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", run.log)
@@ -52,7 +52,7 @@ def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callab
 
 @pytest.mark.extended
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
-    """With all that is fixed for a batch: self-normalised weights, the count of what is kept, baselines, shadows."""
+    """The correction uses every batch-level constant: self-normalised weights, kept counts, baselines and shadows."""
     folder = tmp_path / "checkpoints"
     whole_batch = [
         "correction=[tis_token,gsm]",

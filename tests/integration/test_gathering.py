@@ -1,4 +1,4 @@
-"""What reaches the trainer of an update of several mini-batches, whose metrics verl gathers one by one."""
+"""The trainer receives the metrics of all mini-batches of an update, although verl gathers them one by one."""
 
 from __future__ import annotations
 

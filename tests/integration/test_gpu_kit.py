@@ -1,4 +1,4 @@
-"""The training part of scripts/gpu.sh, on the CPU."""
+"""The training part of scripts/gpu.sh, run on a CPU."""
 
 from __future__ import annotations
 

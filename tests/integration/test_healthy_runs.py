@@ -1,4 +1,4 @@
-"""Healthy whole runs of all kinds: no check stops them, and each is proved, again and again."""
+"""Healthy whole runs of all kinds: no check stops them, and each is proved live repeatedly."""
 
 from __future__ import annotations
 

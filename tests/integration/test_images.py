@@ -1,4 +1,4 @@
-"""Rows with images on a real verl TrainingWorker: each with its own, and the correction as on text alone."""
+"""Rows with images on a real verl TrainingWorker: each row uses its own image, and the correction works as on text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_each_row_is_scored_with_its_own_image(worker: Any) -> None:
-    """In one micro-batch as alone; another's pixels of the same size go unnoticed by verl, and count for much."""
+    """A row scores the same in a micro-batch as alone. verl does not notice another row's pixels of the same size,
+    which change the result a lot.
+    """
     rows = im.make_rollout()
     together = tw.trainer_log_probs(worker, rows)
     alone = tw.trainer_log_probs(worker, rows, micro_batch_size=1)
@@ -73,7 +75,7 @@ def test_rows_with_images_are_recorded_with_their_own_tokens(worker: Any, tmp_pa
 
 
 def test_padded_rows_are_read_as_nested_ones(worker: Any) -> None:
-    """V0's batch, by verl's own function, with four positions of each token."""
+    """V0's batch, converted by verl's own function, with four position ids per token."""
     rows = im.make_rollout()
     tw.add_log_probs(worker, rows, mismatch=0.2)
     nested = rows.to_tensordict()

@@ -1,4 +1,4 @@
-"""Whatever happens between trainer and loss to what the loss reads stops the run before the optimizer steps."""
+"""Any change of the loss's inputs between trainer and loss stops the run before the optimizer steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 @pytest.fixture(scope="module")
 def sent(engine: Any) -> Any:
-    """The batch as the trainer sends it; faults put other tensors into a copy."""
+    """The batch as the trainer sends it; faults replace tensors in a copy."""
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=shared.MISMATCH)
     rows.ref_log_probs = [old + 0.3 for old in rows.old_log_probs]
     rows.versions = [0, 0, 1, 1, 2, 0, 1, 2]
@@ -42,7 +42,9 @@ def sent(engine: Any) -> Any:
 
 @pytest.fixture(scope="module", params=BY_TOKEN)
 def sent_by_token(engine: Any, request: Any) -> Any:
-    """Rows whose first token version 3 sampled, and version 4 the others, with a correction that reads them."""
+    """Rows whose first token was sampled by version 3 and the others by version 4, with a correction that reads
+    versions.
+    """
     mapping = BY_TOKEN[request.param]
     rows = tw.add_log_probs(engine, tw.make_rollout(tool_tokens=False), mismatch=shared.MISMATCH)
     rows.chunks = [[[(3, 1), (4, len(response) - 1)]] for response in rows.responses]
@@ -57,7 +59,7 @@ def update(
     mapping: dict[str, Any] = SPEC,
     change: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Metrics of an update; ``change`` multiplies what the engine sends with each micro-batch."""
+    """Run an update and return its metrics; ``change`` modifies what the engine sends with each micro-batch."""
     corrected = shared.adapter(mapping, **(LOSS if mapping is SPEC else {}))
     corrected.prove = first
 

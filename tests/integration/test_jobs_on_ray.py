@@ -1,4 +1,4 @@
-"""The analysis tools by many processes and on a Ray cluster: the same result, and a worker that dies loses nothing."""
+"""The analysis tools with many processes and on a Ray cluster give the same result, even if a worker dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/launch_ray.sh against a real Ray cluster of two nodes: what arrives there, and how it ends."""
+"""scripts/launch_ray.sh on a real Ray cluster with two nodes: what the nodes receive, and how the launch ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 
 LAUNCHER = str(ROOT / "scripts" / "launch_ray.sh")
 LIMIT = 300
-"""Seconds after which one of the commands hangs."""
+"""Seconds after which a command counts as hanging."""
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu"}
 CLUSTER = {"RAY_ADDRESS": "{dashboard}", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 # Each of them means something to a shell or to Ray's own command line.
@@ -26,7 +26,7 @@ def launched(*words: str, **environment: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What is run next to the cluster, which takes longer to start than any of it."""
+    """Commands that are tested on one cluster, because starting the cluster takes longer than any of them."""
     python = sys.executable
     report = [python, "tests/support/patches_on_nodes.py"]
     dense = "recipe/offpolicy/run_dense_fsdp.sh"

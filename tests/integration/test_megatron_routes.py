@@ -1,4 +1,4 @@
-"""Routes in verl's real Megatron engine, seen where they act; sabotage is caught by name."""
+"""Routes in verl's real Megatron engine, observed where they are applied; sabotage is detected and named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("mode", "tokens"), [("R2", 40), ("R3", 36)])
 def test_replayed_routes_are_seen_in_every_layer(found: Any, mode: str, tokens: int) -> None:
-    """Four rows of ten tokens, whose last is never forwarded by the rollout engine; each forward is recomputed."""
+    """Four rows of ten tokens. The rollout engine never forwards a row's last token, and each forward pass is
+    recomputed.
+    """
     assert found[mode] == {"layers": [0, 1, 2], "tokens": tokens, "forwarded": 40, "placed": True}
 
 

@@ -1,4 +1,4 @@
-"""Every option of the group ``correction`` that ships is proved live at the first update; on a real TrainingWorker."""
+"""Every shipped option of the group ``correction`` is proved live at the first update, on a real TrainingWorker."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def changes(name: str) -> dict[str, Any]:
 
 
 def parts(name: str) -> set[str]:
-    """Each weight, mask and other key of an option, without names and numbers."""
+    """List each weight, mask and other key of an option, without names and numbers."""
     values = dict(OPTIONS[name])
     several = [part for key in ("masks", "weights") for part in values.pop(key, {}).values()]
     return {re.sub(r"\b\d[\d.e-]*", "#", str(part)) for part in (*several, *values.items())}
 
 
 def new_parts_first() -> list[Any]:
-    """All options; the default command takes those with a part that none before has."""
+    """Sort the options; the default command runs the options that contain a part which no earlier option has."""
     seen: set[str] = set()
     found = []
     for name in sorted(OPTIONS, key=lambda name: len(parts(name))):
@@ -103,7 +103,7 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
     "name", each_nth_by_default(9, (name for name in OPTIONS if name not in (*KL_OPTIONS, BY_AGE)))
 )
 def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Rounding of thousands of tokens must neither look like a dead correction nor hide one."""
+    """Rounding errors over thousands of tokens must neither look like a dead correction nor hide one."""
     spec = CorrectionSpec.from_mapping(OPTIONS[name])
     model_output, data = micro_batch(spec, lengths, dtype=dtype)
     config = {key: value for key, value in changes(name).items() if key == "policy_loss"}

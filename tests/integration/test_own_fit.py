@@ -1,4 +1,4 @@
-"""A trainer whose ``fit`` calls the workers by itself, with verl's own trainer, estimator and TrainingWorker."""
+"""A trainer whose own ``fit`` calls the workers, with verl's own trainer, estimator and TrainingWorker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def composed(*options: str) -> DictConfig:
 
 @pytest.fixture
 def own_fit() -> Iterator[Any]:
-    """The module of the user's trainer, which has imported ``compute_advantage`` by name."""
+    """The module of the user's trainer, which imports ``compute_advantage`` by name."""
     from verl_patches import trainer_seams
 
     trainer_seams.hook_advantage()
@@ -60,7 +60,7 @@ def padded(rows: list[Tensor], left: bool = False) -> Tensor:
 
 
 def sampled(worker: Any) -> Any:
-    """A batch as verl's rollout leaves it, with mu near the worker's own log-probs."""
+    """A batch as verl's rollout returns it, with mu close to the worker's own log-probs."""
     rollout = tw.add_log_probs(worker, tw.make_rollout(ROWS, tool_tokens=False), mismatch=0.2)
     prompts = padded(rollout.prompts, left=True)
     sides = (rollout.prompts, True), (rollout.responses, False)
@@ -85,7 +85,7 @@ def sampled(worker: Any) -> Any:
 
 
 class Group(SimpleNamespace):
-    """The worker group: one worker, and a fault in what it is sent."""
+    """A worker group with one worker, and with a fault in the data that it receives."""
 
     def __init__(self, worker: Any, fault: Callable[[Any, Any], None]) -> None:
         def update(rows: Any) -> Any:
@@ -109,7 +109,7 @@ def trained(
     fault: Callable[[Any, Any], None],
     spoil: Callable[[Any], None] = lambda batch: None,
 ) -> Any:
-    """One step of the user's trainer; ``spoil`` acts in the rollout."""
+    """Run one step of the user's trainer; ``spoil`` modifies the rollout."""
     made: Any = object.__new__(own_fit.OwnTrainer)
     made.config, made.total_training_steps = config, 1
     made.corrected = run = CorrectedV0(made)

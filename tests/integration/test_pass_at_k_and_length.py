@@ -1,4 +1,6 @@
-"""pass@k training, its budgets and a length penalty in whole runs: each is proved, and draws go on after a resume."""
+"""pass@k training, its budgets, and a length penalty in whole runs: each is proved live, and draws continue after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 V0_OF_MANY = pytest.param(["trainer.use_v1=false"], id="v0", marks=pytest.mark.verl(">=0.9"))
 FEW = "data.train_max_samples=32"
-"""Two batches, so that prompts come again."""
+"""Two batches, so that prompts are drawn again."""
 
 
 @pytest.mark.verl(">=0.9")

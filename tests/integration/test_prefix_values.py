@@ -1,4 +1,4 @@
-"""Values by a real vLLM engine are those of float32 Hugging Face, with its prefix cache and without."""
+"""A real vLLM engine computes the same values as float32 Hugging Face, with and without its prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1"
 
 
 def test_values_are_right_to_1e_4_whatever_the_cache_holds(run_program: Callable[..., Any], tmp_path: Path) -> None:
-    """Each row is scored twice, so that the second time the answer itself lies in the cache."""
+    """Each row is scored twice; the second time, the cache contains the answer itself."""
     finished = run_program(
         [sys.executable, "-m", "tests.support.score_by_vllm", str(tmp_path / "model")],
         limit=400,

@@ -1,4 +1,4 @@
-"""Process rewards in whole runs, each with a fault by which values are not what they are taken for: all stop it."""
+"""Process rewards in whole runs, each with a fault that makes values wrong; every fault stops the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = "has different weights, or reads a stale prefix cache"
 
 
 def test_weights_that_were_not_synchronised_stop_the_step_behind(run_program: Callable[..., Any]) -> None:
-    """The second synchronisation sends the first one's weights again, under the new version."""
+    """The second synchronisation sends the weights of the first one again, with the new version number."""
     run = broken(run_program, "stale_weights:2", *UNCHECKED, "process_reward=prefix_value", *PRECISE)
     assert OTHER in run.log
     assert len(run.steps) == 1

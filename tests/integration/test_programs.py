@@ -1,4 +1,4 @@
-"""Each of verl's programs, and a user's own, by one override on a CPU: corrected and proved, and stopped by a fault."""
+"""Each of verl's programs, and a user's own program, on a CPU: one override corrects it, and a fault stops it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl_patches.contract import demand_release
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 STEPS, LIMIT = 3, 900.0
-"""Of a run; seconds after which it hangs. It takes 100 to 200 on a machine that does nothing else."""
+"""Seconds after which a run counts as hanging; on an idle machine, a run takes 100 to 200 seconds."""
 OURS = "+correction@correction=[tis_token,gsm]"
 LIVE = re.compile(r"weight, masks\.gsm LIVE in the gradient of \d+ tokens \(error [\d.e-]+\), mu of (\d+) rows")
 STEP = re.compile(r"step:\d+ - (.*)")
@@ -36,7 +36,7 @@ offpolicy:
 
 @dataclass(frozen=True)
 class Program:
-    """One that is launched by ``python -m``.
+    """A program that is launched by ``python -m``.
 
     Attributes:
         ages: least and greatest ``offpolicy/staleness/max`` of each step.
@@ -104,7 +104,7 @@ def launch(
 
 
 def read_steps(output: str) -> list[dict[str, float]]:
-    """Read the metrics of each step that verl's console logger, or the user's own, has printed."""
+    """Read the metrics of each step, as printed by verl's console logger or by the user's own logger."""
     steps = [{name: float(value) for name, value in METRIC.findall(line)} for line in STEP.findall(output)]
     return [step for step in steps if "offpolicy/live/proved" in step]
 
@@ -160,7 +160,7 @@ LORA = ("lora_rank=8", "lora_alpha=16", "lora.merge=true")
 def test_merged_lora_reaches_the_rollout_engine(
     stale: bool, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The weights of the last update are nearest to mu, unless the engine is made to keep its first ones."""
+    """The weights of the last update are closest to mu, unless the engine is made to keep its first weights."""
     keys = tuple(f"actor_rollout_ref.model.{key}" for key in LORA)
     # LoRA's own learning rate: an update moves log-probs several times as far as the engines are apart.
     watched = (

@@ -1,4 +1,6 @@
-"""Faults that come after the first update stop the run at the next proof at latest; on a real verl TrainingWorker."""
+"""Faults that begin after the first update stop the run at the next proof at the latest; on a real verl
+TrainingWorker.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SAID = r"scaled it by zero|times the expected factor|not weight \* keep|has no e
 
 
 class Trainer:
-    """A trainer's part in a run: plans, marks, and the verdict of each update."""
+    """The trainer's part of a run: plans, marks, and the verdict on each update."""
 
     def __init__(self, engine: Any, **keys: Any) -> None:
         allowed = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
@@ -37,7 +39,7 @@ class Trainer:
         self.loss = OffPolicyLoss(spec, tw.actor_config())
 
     def update(self, *, advantage: float | None = None, **dealt: Any) -> int:
-        """One update of a fresh rollout; returns the rows whose micro-batches were proved."""
+        """Run one update with a new rollout, and return the rows whose micro-batches were proved."""
         self.step += 1
         self.engine.engine_config.use_dynamic_bsz = False
         rows = tw.add_log_probs(self.engine, tw.make_rollout(seed=self.step), mismatch=0.2, seed=self.step)
@@ -77,7 +79,7 @@ def test_an_update_that_shows_nothing_is_made_up_for(engine: Any) -> None:
 
 
 def instead(change: Callable[[Any, Any], Any]) -> Callable[[Trainer, pytest.MonkeyPatch], None]:
-    """Hand other weights to verl's loss than those that the correction decided on."""
+    """Pass weights to verl's loss that differ from those that the correction computed."""
 
     def install(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
         hand_over = OffPolicyLoss.hand_over

@@ -1,4 +1,6 @@
-"""The two promises of the quickstart, on the whole system: the score rises, and an interrupt leaves nothing."""
+"""The two promises of the quickstart, tested on the whole system: the score rises, and an interrupt leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ def test_scores_are_centred_by_the_likeliest_tokens_of_vllm(use_v1: str, run_pro
 def test_a_model_with_a_tensor_larger_than_the_default_bucket_trains(
     run_program: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Matrices of 40 960 x 128 elements, 20 MiB in float32, where the default bucket holds 16."""
+    """Matrices have 40 960 x 128 elements, which is 20 MiB in float32; the default bucket has 16 MiB."""
     from transformers import Qwen2ForCausalLM
 
     from scripts.quickstart.model import build_model, build_tokenizer
@@ -127,7 +129,7 @@ def test_a_model_with_a_tensor_larger_than_the_default_bucket_trains(
 
 
 def metrics_by_step(output: str) -> dict[int, dict[str, Any]]:
-    """What the logger got of each step in which the model was updated."""
+    """Return the logged metrics of each step in which the model was updated."""
     folder = re.search(r"everything goes to (\S+)", output)
     assert folder
     records = map(json.loads, (ROOT / folder[1] / "metrics.jsonl").read_text().splitlines())
@@ -135,7 +137,7 @@ def metrics_by_step(output: str) -> dict[int, dict[str, Any]]:
 
 
 def assert_recorded(step: Step, metrics: dict[str, Any]) -> None:
-    """Each row of the step is there, or is counted as left out."""
+    """Check that each row of the step is recorded, or is counted as left out."""
     rows = step.rows
     assert len(rows) == metrics["offpolicy/record/rows"]
     assert len(rows) + metrics["offpolicy/record/dropped_rows"] == metrics["offpolicy/live/rows"]
@@ -145,7 +147,9 @@ def assert_recorded(step: Step, metrics: dict[str, Any]) -> None:
 
 
 def assert_as_logged(step: Step, metrics: dict[str, Any]) -> None:
-    """With every row, groups of GRPO are whole, and the statistics of the correction are those that the logger got."""
+    """Check that, if every row is recorded, GRPO's groups are complete and the correction's statistics equal the logged
+    ones.
+    """
     rows = step.rows
     _, sizes = np.unique(rows.uid.astype(str), return_counts=True)
     assert set(sizes.tolist()) == {8}
@@ -158,7 +162,7 @@ def assert_as_logged(step: Step, metrics: dict[str, Any]) -> None:
 
 
 def test_an_interrupt_while_engines_start_leaves_nothing(run_program: Callable[..., Any]) -> None:
-    """SIGINT comes in the midst of Ray's and vLLM's start; run_program looks for what was left."""
+    """SIGINT arrives while Ray and vLLM start; run_program looks for remaining processes and files."""
     finished = run_program(QUICKSTART, limit=20.0, after="starting Ray and vLLM", cwd=ROOT, **environment())
     assert finished.timed_out
     assert finished.returncode == 130

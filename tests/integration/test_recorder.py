@@ -1,4 +1,4 @@
-"""The recorder on a real verl TrainingWorker: what lies in the files is what the loss saw."""
+"""The recorder on a real verl TrainingWorker: the files contain what the loss read."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ VERSIONS = [3, 3, 4, 4, 4, 4, 2, 2]
 
 @pytest.fixture
 def worker(engine_factory: Any) -> Any:
-    """One of its own: the optimizer steps."""
+    """A worker for one test, because the optimizer steps."""
     return engine_factory()
 
 
 class Watched(OffPolicyLoss):
-    """The loss, with copies of what it is given and of what it hands to verl's own, a row each, call by call."""
+    """The loss, which keeps copies of its inputs and of the values that it passes to verl's loss, per row and call."""
 
     def __init__(self, directory: Path, spec: CorrectionSpec = SPEC, *, prove: bool = False, **settings: Any) -> None:
         super().__init__(spec, tw.actor_config(), prove=prove, record=RecordSettings.at(str(directory), **settings))
@@ -83,7 +83,7 @@ def rollout(worker: Any, seed: int = 0) -> tw.Rollout:
 
 
 def shipped(rows: tw.Rollout, step: int = STEP, mini_batches: int = 1, **update: int) -> TensorDict:
-    """As the V1 trainer ships it, with the names that it gives to uid and rewards."""
+    """The batch as the V1 trainer ships it, with V1's names of uid and rewards."""
     data = rows.to_tensordict()
     data["uid"] = NonTensorStack(*(f"group-{row // 2}" for row in range(ROWS)))
     scores = [torch.zeros(len(row)) for row in rows.responses]
@@ -105,7 +105,9 @@ def statistics(metrics: dict[str, Any]) -> dict[str, Statistic]:
 
 
 def assert_row(rows: Rows, i: int, saw: dict[str, Any], original: int) -> None:
-    """Row ``i`` of the recording is the one that the loss saw, which was the rollout's row ``original``."""
+    """Check that row ``i`` of the recording is the row that the loss read, which was row ``original`` of the
+    rollout.
+    """
     tokens = slice(rows.offsets[i], rows.offsets[i + 1])
     mask = saw["response_mask"].bool()
     width = int(mask.nonzero().max()) + 1
@@ -132,7 +134,7 @@ def assert_row(rows: Rows, i: int, saw: dict[str, Any], original: int) -> None:
 def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(
     worker: Any, tmp_path: Path, micro_batch_size: int
 ) -> None:
-    """pi is that of the gradient step that used the row, and differs from pi_old at the second."""
+    """pi is recorded at the gradient step that used the row, and differs from pi_old at the second step."""
     rows = rollout(worker)
     loss = Watched(tmp_path)
     data = shipped(rows, mini_batches=2)
@@ -204,7 +206,7 @@ def test_pi_old_is_what_the_correction_takes_for_it(worker: Any, tmp_path: Path)
 
 
 def test_a_share_of_the_prompts_is_recorded_whole(worker: Any, tmp_path: Path) -> None:
-    """By the uid alone: of the four groups of two rows some are, some are not."""
+    """Only the uid decides: some of the four groups of two rows are recorded, and some are not."""
     wanted = [uid for uid in (f"group-{i}" for i in range(4)) if is_chosen(uid, 0.5)]
     assert 0 < len(wanted) < 4
     tw.update(worker, Watched(tmp_path, share=0.5, prompts=False), shipped(rollout(worker)), micro_batch_size=2)
@@ -215,7 +217,7 @@ def test_a_share_of_the_prompts_is_recorded_whole(worker: Any, tmp_path: Path) -
 
 @pytest.fixture
 def packing_takes_time(recorder_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eighth of a second for each micro-batch."""
+    """Packing takes an eighth of a second per micro-batch."""
     pack = worker_hook.pack
 
     def slow(*args: Any) -> Any:
@@ -227,7 +229,9 @@ def packing_takes_time(recorder_clock: Clock, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("packing_takes_time")
 def test_what_the_logger_gets(worker: Any, tmp_path: Path, recorder_clock: Clock) -> None:
-    """Steps of 10 s allow 0.5 s, what their 4 micro-batches take; bytes are in the report that follows the writing."""
+    """A step of 10 s allows 0.5 s, which its 4 micro-batches take. The number of bytes is in the first report after the
+    write.
+    """
     loss, rows = Watched(tmp_path), rollout(worker)
     first = statistics(tw.update(worker, loss, shipped(rows, step=1), micro_batch_size=2))
     flush_all()
@@ -257,7 +261,7 @@ def test_gradients_are_the_same_to_the_bit(engine_factory: Any, tmp_path: Path) 
 
 
 def test_the_loss_travels_to_the_worker_after_it_has_recorded(worker: Any, tmp_path: Path) -> None:
-    """The thread stays where it is: losses that are handed over again go on with it."""
+    """The thread is not sent; losses that are handed over again continue to use it."""
     rows = rollout(worker)
     loss = OffPolicyLoss(SPEC, tw.actor_config(), record=RecordSettings.at(str(tmp_path)))
     tw.update(worker, loss, shipped(rows, mini_batches=2), mini_batches=2)

@@ -1,4 +1,6 @@
-"""Routing replay in verl's real FSDP engines, in this process: own and foreign routes, splits, exceptions, sabotage."""
+"""Routing replay in verl's real FSDP engines, in this process: own and foreign routes, splits, exceptions and
+sabotage.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def start(model: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def plain(start: Callable[..., Any]) -> Any:
-    """verl's own worker, padded."""
+    """verl's own worker, with padding."""
     return start(None)
 
 
@@ -62,7 +64,7 @@ def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, An
 
 
 def record(worker: Any, rows: tw.Rollout, micro_batch_size: int = 4) -> TensorDict:
-    """The forward of pi_old."""
+    """Run the forward pass for pi_old and record its routes."""
     return tw.forward(worker, rw.flagged(rows.to_tensordict()), micro_batch_size)
 
 
@@ -77,7 +79,7 @@ def reports_of(metrics: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture
 def unproved(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker with R3 that takes routes which no router would choose."""
+    """A worker with R3 that accepts routes which no router would choose."""
     for name in ("check_row_order", "check_layer_order"):
         monkeypatch.setattr(fsdp_engine, name, lambda records: None)
     return start("R3")
@@ -111,7 +113,7 @@ def test_own_routes_are_the_plain_engine_to_the_bit(
 
 
 def compute_k3(rows: tw.Rollout, log_probs: list[Tensor]) -> float:
-    """k3(mu, pi), summed over the tokens of the loss, in float64."""
+    """Compute k3(mu, pi), summed over the loss's tokens, in float64."""
     gap = torch.cat(log_probs).double() - torch.cat(rows.rollout_log_probs).double()
     return float(((gap.exp() - 1 - gap) * torch.cat(rows.response_mask)).sum())
 
@@ -124,7 +126,7 @@ def equal_rows(one: Tensor, other: Tensor) -> bool:
 def test_foreign_routes_equal_the_model_with_these_routes(
     unproved: Any, start: Callable[..., Any], rows: tw.Rollout, data: TensorDict, foreign: Tensor, packed: bool
 ) -> None:
-    """The reference is one Hugging Face model in float64, a row at a time."""
+    """The reference is one Hugging Face model in float64, which processes one row at a time."""
     unproved = start("R3", use_remove_padding=True) if packed else unproved
     from transformers import AutoModelForCausalLM
 
@@ -164,7 +166,7 @@ def test_a_split_changes_nothing(unproved: Any, data: TensorDict, foreign: Tenso
 
 
 def test_padding_rows_of_the_trainer_are_native(unproved: Any, data: TensorDict, foreign: Tensor) -> None:
-    """verl fills a batch up with rows that have the first one's note, routes of zeros and no token of a loss."""
+    """verl fills a batch with rows that have the first row's note, zeros as routes, and no token in the loss."""
     sent = rw.with_routes(data, foreign)
     source = {name: sent[name][0] for name in sent.keys()}
     tag = {"prompt_len": 0, "response_len": 0, "seq_len": 0, "is_padding": False}
@@ -185,7 +187,7 @@ def test_padding_rows_of_the_trainer_are_native(unproved: Any, data: TensorDict,
 
 
 def test_the_references_forward_is_native(unproved: Any, plain: Any, data: TensorDict, foreign: Tensor) -> None:
-    """It has no flag."""
+    """The reference's forward pass has no replay flag."""
     metrics, found = gradients(unproved, rw.flagged(rw.with_routes(data, foreign), on=False))
     assert tw.equal(found, gradients(plain, data)[1])
     assert "offpolicy_routing" not in metrics
@@ -194,7 +196,7 @@ def test_the_references_forward_is_native(unproved: Any, plain: Any, data: Tenso
 def test_rows_that_are_too_old_are_native(
     start: Callable[..., Any], plain: Any, data: TensorDict, foreign: Tensor
 ) -> None:
-    """In step 5 version 2 is two versions old."""
+    """In step 5, version 2 is two versions old."""
     worker = start("R3", oldest=1)
     metrics, found = gradients(worker, rw.flagged(rw.with_routes(data, foreign, version=2)))
     assert tw.equal(found, gradients(plain, data)[1])
@@ -250,7 +252,7 @@ def test_routes_that_were_changed_on_the_way_stop_the_first_update(
 def test_sabotage_native_routes_enter_the_experts(
     unproved: Any, data: TensorDict, foreign: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record says that the shipped ids were chosen, and the experts are called with others."""
+    """The record says that the shipped ids were chosen, but the experts are called with other ids."""
     choose = RouterSlot.choose
 
     def pretend(slot: RouterSlot, scores: Tensor, own: Any) -> Any:
@@ -263,7 +265,9 @@ def test_sabotage_native_routes_enter_the_experts(
 
 
 def test_the_trainers_routes_make_pi_equal_pi_old(start: Callable[..., Any], rows: tw.Rollout) -> None:
-    """At the first of four mini-batches, to the bit; without replay the last mini-batch routes tokens otherwise."""
+    """pi equals pi_old bitwise in the first of four mini-batches; without replay, the last mini-batch routes tokens
+    differently.
+    """
     seen: dict[str, list[Tensor]] = {}
 
     def watch(name: str) -> Any:
@@ -292,7 +296,7 @@ def test_the_trainers_routes_make_pi_equal_pi_old(start: Callable[..., Any], row
 def test_two_ranks_equal_one(
     unproved: Any, rows: tw.Rollout, data: TensorDict, foreign: Tensor, model: Path, tmp_path: Path
 ) -> None:
-    """The reports of both come to the trainer."""
+    """The trainer receives the reports of both ranks."""
     torch.save({"rows": rows, "routes": foreign}, tmp_path / "rows.pt")
     found = tw.run_two_ranks("replaying", model, tmp_path)
     wanted = gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))[1]

@@ -1,4 +1,6 @@
-"""Loss, gradient and updated weights with and without a forward pass for pi_old, on verl's real engine: to the bit."""
+"""Loss, gradient and updated weights are bitwise the same with and without a forward pass for pi_old, on verl's real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 def both(worker: Any, size: int) -> dict[str, tw.Rollout]:
-    """The same rows with pi_old of a forward pass, and with mu in its place, as a trainer sends them without one."""
+    """The same rows with pi_old from a forward pass, and with mu as pi_old, as a trainer sends them without a forward
+    pass.
+    """
     rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2)
     data = rows.to_tensordict()
     # As verl's trainer asks for it: with the entropy.

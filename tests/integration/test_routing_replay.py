@@ -1,4 +1,4 @@
-"""Routing replay in whole runs on CPU: rows of several ages, and conversations with a tool."""
+"""Routing replay in whole runs on a CPU, with rows of several ages and conversations with a tool."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.extende
 
 
 def test_the_mismatch_falls_and_stays_low(run_program: Callable[..., Any], tmp_path: Path) -> None:
-    """Experts are packed again after each synchronisation, or vLLM would sample by those of the step before.
+    """Experts are packed again after each synchronisation; otherwise vLLM would sample with the experts of the previous
+    step.
 
-    vLLM's routers are rounded, so that their choices differ; without that it is left to near ties of the weights that a
-    warm start ends in, which differ by processor (docs/routing.md).
+    vLLM's routers are rounded, so that the engines choose different experts. Without rounding, this would depend on
+    near ties in the weights after a warm start, which differ by processor (docs/routing.md).
     """
     recorded = (f"offpolicy.record.dir={tmp_path / 'recording'}", "offpolicy.record.without_replay=true")
     unchecked = ("offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null")  # the rounding is meant
@@ -51,7 +52,7 @@ def test_the_mismatch_falls_and_stays_low(run_program: Callable[..., Any], tmp_p
 
 @pytest.mark.parametrize("mode", ["+mode=separate_async_cpu", "trainer.v1.trainer_mode=colocate_async"])
 def test_rows_that_are_too_old_keep_the_trainers_routes(mode: str, run_program: Callable[..., Any]) -> None:
-    """With eta=2 rows are up to two versions old, and at most one version old they are replayed."""
+    """With eta=2, rows are up to two versions old; rows that are at most one version old are replayed."""
     run = train(
         run_program,
         *R3,
@@ -81,9 +82,10 @@ def test_rows_that_are_too_old_keep_the_trainers_routes(mode: str, run_program: 
 
 
 def test_a_tool_turn_keeps_the_routes_of_the_turn_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
-    """verl's tool agent on a real server, whose second turn returns other routes of the first turn's tokens.
+    """verl's tool agent runs on a real server, whose second turn returns different routes for the first turn's tokens.
 
-    What reaches the trainer are the routes of each turn's own sampling: by others k3 were not lower than without.
+    The trainer receives the routes with which each turn was sampled; with other routes, k3 would not be lower than
+    without replay.
     """
     run = train(
         run_program,

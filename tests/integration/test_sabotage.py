@@ -1,4 +1,4 @@
-"""Whatever disconnects a correction stops the run at the first update; on a real verl TrainingWorker."""
+"""Any fault that disconnects a correction stops the run at the first update; on a real verl TrainingWorker."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SPEC: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM,
 
 
 def first_update(worker: Any, *, mapping: dict[str, Any] = SPEC, loss: Any = None, **kwargs: Any) -> dict[str, float]:
-    """One update and its verdict."""
+    """Run one update and return its verdict."""
     return shared.first_update(worker, mapping, loss=loss or adapter(spec=mapping), **kwargs)
 
 
 def adapter(hand_over: Any = None, spec: Any = SPEC, **config: Any) -> Any:
-    """The loss as installed, or with its hand-over replaced."""
+    """The loss as installed, or with another hand-over."""
 
     class Sabotaged(OffPolicyLoss):
         def hand_over(self, batch: Any, step: StepStage) -> Any:
@@ -106,7 +106,7 @@ def rolled(by: int) -> Callable[[tw.Rollout], None]:
 
 
 def permute(rows: tw.Rollout) -> None:
-    """Exchange mu of two rows of one length."""
+    """Exchange mu of two rows of the same length."""
     lengths = [len(mu) for mu in rows.rollout_log_probs]
     first, second = next((i, j) for i in range(8) for j in range(i) if lengths[i] == lengths[j])
     mu = rows.rollout_log_probs
@@ -201,7 +201,7 @@ DECISIONS: dict[str, tuple[dict[str, Any], Change]] = {
     "pi_old of other rows": (SPEC, reads("old_log_prob", lambda batch: batch.old_log_prob.flip(0))),
     "mu of other rows": (SPEC, reads("rollout_log_prob", lambda batch: batch.rollout_log_prob.flip(0))),
 }
-"""Bugs in the stages, seen by no fingerprint."""
+"""Bugs in the stages, which no fingerprint detects."""
 
 
 def keep_first(spec: CorrectionSpec) -> CorrectionSpec:
@@ -235,7 +235,7 @@ def test_a_penalty_that_is_another(engine: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 def corrupted_installation(kind: str) -> Any:
-    """The loss with its entry changed: what the engine calls is no longer what was handed over."""
+    """The installed loss after its entry was changed, so the engine no longer calls the loss that was handed over."""
 
     class Corrupted(OffPolicyLoss):
         def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -275,7 +275,7 @@ def test_the_installed_call_is_corrupted(engine: Any, kind: str, match: str, mis
 
 
 def test_verl_drops_the_weights(engine: Any) -> None:
-    """What verl's whitelist would do to a key it does not know."""
+    """Do what verl's list of known keys would do to an unknown key."""
 
     def dropping(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         return ppo_loss(config, model_output, data.exclude("rollout_is_weights"), dp_group)
@@ -295,7 +295,7 @@ def test_verls_own_weights_are_already_there(engine: Any) -> None:
 
 
 def test_rejecting_everything_is_a_proof(engine: Any) -> None:
-    """Nothing is left of the gradient, as it must be: the correction is live, and the keep share says the rest."""
+    """No gradient is left, as it must be; the correction is live, and the kept share is 0."""
     far = {"masks": {"gsm": GSM | {"lower": 1.0, "upper": 1.0}}}
     live = first_update(engine, mapping=far)
     assert live["proved"] == 1.0

@@ -1,4 +1,6 @@
-"""verl's FSDP engine with a learning rate that follows a factor: rates by hand, no trace after a step, resume."""
+"""verl's FSDP engine with a learning rate that is multiplied by a factor: rates by hand, no trace after a step, and
+resume.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def rows(dense_model: Path) -> tw.Rollout:
 
 
 def start(dense_model: Path, *, scaled: bool = True) -> Any:
-    """A worker whose rate warms up over four updates: 0, 1/4, 1/2, 3/4 of it."""
+    """A worker whose learning rate warms up over four updates: 0, 1/4, 1/2 and 3/4 of the full rate."""
     worker = tw.start_worker(dense_model)
     engine = worker.engine
     engine.lr_scheduler = get_constant_schedule_with_warmup(optimizer=engine.optimizer, num_warmup_steps=4)

@@ -1,4 +1,4 @@
-"""A limit of staleness in verl's asynchronous modes on CPU: ages, issue, and each prompt trained once."""
+"""A staleness limit in verl's asynchronous modes on a CPU: ages, issue of prompts, and each prompt trained once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.support.whole_runs import broken, trained
 STEPS, BATCH, ROWS = 5, 16, 8
 ROOT = "offpolicy/staleness"
 WORST = "training/off_policy/trajectory_staleness_worst/max"
-"""verl's own count of the oldest row: from its first attempt, which may have been aborted before its first token."""
+"""verl's own age of the oldest row, counted from its first attempt, which may have been aborted before its
+first token.
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
@@ -33,10 +35,10 @@ SEPARATE, COLOCATED = "+mode=separate_async_cpu", "trainer.v1.trainer_mode=coloc
 def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
     mode: str, eta: int, run_program: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Each update holds the ages of the rows in its loss against eta, or the run stops.
+    """Each update compares the ages of its rows with eta, and stops the run if a row is too old.
 
-    Colocated rollouts run only while the trainer waits, so that a prompt may begin later than it was issued. In the run
-    apart at eta 2 tokens of that age are masked as well.
+    Colocated rollouts run only while the trainer waits, so sampling of a prompt may begin later than it was issued. In
+    the separate run at eta 2, tokens of age 2 are also masked.
     """
     masked = [STALE] if (mode, eta) == (SEPARATE, 2) else []
     steps = trained(
@@ -71,7 +73,9 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
 
 
 def test_a_server_that_lies_about_its_version_stops_the_run(run_program: Callable[..., Any]) -> None:
-    """From version 2 on it tells the next: in step 3, or with the next rows that finish before a synchronisation."""
+    """From version 2 on, the server reports the next version; this is detected in step 3, or with the next rows that
+    finish before a synchronisation.
+    """
     run = broken(
         run_program, "version_ahead:2", SEPARATE, "offpolicy.staleness.eta=2", "trainer.total_training_steps=12"
     )
@@ -83,7 +87,9 @@ def test_a_server_that_lies_about_its_version_stops_the_run(run_program: Callabl
 
 
 def test_eta_is_moved_to_where_the_sample_size_or_the_wait_is_met(run_program: Callable[..., Any]) -> None:
-    """From 0, within 20 steps; each row is held against the eta in force when its prompt was issued."""
+    """Eta starts at 0 and moves within 20 steps; each row is compared with the eta that was active when its prompt was
+    issued.
+    """
     target = 0.9
     steps = trained(
         run_program,

@@ -1,4 +1,4 @@
-"""The supervision of the integration tests itself: it sees and ends what hides, and leaves others alone."""
+"""The supervision of the integration tests: it finds and ends hidden processes, and leaves other processes alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 Runner = Callable[..., Any]
 HANGS = 300.0
-"""Seconds within which whatever ends by itself has ended."""
+"""Seconds within which a process that ends without help has ended."""
 
 # A grandchild in a session of its own whose parent ends at once: what a Ray daemon looks like.
 HIDE = (

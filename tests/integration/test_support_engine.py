@@ -1,4 +1,4 @@
-"""The support's replay in verl's real FSDP engines, in this process: by hand, whole supports, splits, sabotage."""
+"""Support replay in verl's real FSDP engines, in this process: by hand, whole supports, splits and sabotage."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def start(dense_model: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def plain(start: Callable[..., Any]) -> Any:
-    """verl's own worker, padded."""
+    """verl's own worker, with padding."""
     return start(None)
 
 
 @pytest.fixture(scope="module")
 def worker(start: Callable[..., Any]) -> Any:
-    """A worker that replays, packed."""
+    """A worker that replays supports on packed rows."""
     return start(use_remove_padding=True)
 
 
@@ -57,7 +57,7 @@ def supports(rows: tw.Rollout) -> Supports:
 
 @pytest.fixture(scope="module")
 def on_policy(worker: Any, rows: tw.Rollout, supports: Supports) -> tw.Rollout:
-    """The rows with pi_old over the supports: PPO's clip leaves each token its gradient."""
+    """The rows with pi_old over the supports, so that PPO's clip leaves the gradient of each token unchanged."""
     data = sw.with_supports(rows, supports)
     return replace(rows, old_log_probs=tw.responses(forward(worker, data), data))
 
@@ -67,7 +67,7 @@ def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, An
 
 
 def forward(worker: Any, data: TensorDict, temperature: float = 1.0) -> TensorDict:
-    """The forward of pi_old, in micro-batches of four rows."""
+    """Run the forward pass for pi_old, in micro-batches of four rows."""
     return tw.forward(worker, data, 4, entropy=True, temperature=temperature)
 
 
@@ -77,7 +77,7 @@ def report_of(metrics: dict[str, Any]) -> Any:
 
 
 def enumerate_log_probs(dense_model: Path, rows: tw.Rollout, supports: Supports, temperature: float) -> list[Tensor]:
-    """By hand: the model's float64 softmax at a temperature, summed over each token's support."""
+    """Compute by hand the model's float64 softmax at a temperature, summed over each token's support."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float64)
@@ -136,7 +136,9 @@ def test_whole_supports_are_the_plain_engine_to_the_bit(
 def test_the_gradient_is_that_of_the_truncated_policy(
     start: Callable[..., Any], dense_model: Path, on_policy: tw.Rollout, supports: Supports, layout: dict[str, Any]
 ) -> None:
-    """verl's loss where pi is pi_old: each token's gradient is -A grad log pi over the support, over all tokens."""
+    """verl's loss where pi equals pi_old: each token's gradient is -A grad log pi over the support, divided by the
+    number of tokens.
+    """
     from transformers import AutoModelForCausalLM
 
     data = sw.with_supports(on_policy, supports)
@@ -197,7 +199,9 @@ def test_a_token_of_unknown_support_leaves_the_policy_term_or_stays_whole(
 def test_a_correction_is_proved_beside_tokens_of_unknown_support(
     start: Callable[..., Any], rows: tw.Rollout, supports: Supports
 ) -> None:
-    """Its proof holds where tokens are withheld, statistics leave them out, and a recording has the sizes."""
+    """The proof works although some tokens are withheld; statistics leave them out, and the recording contains the
+    sizes.
+    """
     from tests.support.corrections import GSM, TIS, spec
 
     given = unknown_at(unknown_at(supports, 1, 2), 5, 0)
@@ -244,12 +248,12 @@ def test_the_kl_term_reads_the_whole_vocabulary(
 
 
 def shifted(rows: tw.Rollout, supports: Supports) -> list[Any]:
-    """Noted by a client that is off by one token: the checksum is of these."""
+    """A note from a client that is off by one token, with a matching checksum."""
     return sw.note_rows(rows, [[*row[1:], row[0]] for row in supports])
 
 
 def swapped(rows: tw.Rollout, supports: Supports) -> list[Any]:
-    """Noted with another row's supports."""
+    """A note with the supports of another row."""
     length = min(len(supports[0]), len(supports[1]))
     other = [list(row) for row in supports]
     other[0][:length], other[1][:length] = supports[1][:length], supports[0][:length]
@@ -261,7 +265,7 @@ def dropped(rows: tw.Rollout, supports: Supports) -> list[Any]:
 
 
 def altered(rows: tw.Rollout, supports: Supports) -> list[Any]:
-    """An id is another one behind the client."""
+    """One id is changed after the client wrote the note."""
     notes = sw.note_rows(rows, supports)
     row = next(number for number, each in enumerate(supports) if len(each[-1]) > 1)
     ids = notes[row].supports.ids.copy()

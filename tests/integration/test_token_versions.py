@@ -1,4 +1,4 @@
-"""Versions of the weights by token in a real asynchronous run: each chunk is rescored by the weights that it names."""
+"""Weight versions per token in a real asynchronous run: each chunk is rescored with the weights that it names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
 def test_each_chunk_was_sampled_by_the_version_that_it_names(run_program: Callable[..., Any], tmp_path: Path) -> None:
-    """Responses of 48 tokens, 8 at a time, are interrupted by the synchronisations; each step's weights are kept.
+    """Responses of 48 tokens are sampled 8 at a time and interrupted by synchronisations; the weights of each step are
+    kept.
 
-    Interrupted rows resume behind newly issued ones: under eta=1 the trainer waits for them, as verl alone does not.
+    Interrupted rows resume after newly issued rows. With eta=1, the trainer waits for them, which verl alone does not.
 
-    In float32 engine and trainer agree to some 1e-7 nats a token under equal weights.
+    In float32, engine and trainer differ by about 1e-7 nats per token at equal weights.
     """
     steps = trained(
         run_program,
@@ -81,7 +82,9 @@ def test_each_chunk_was_sampled_by_the_version_that_it_names(run_program: Callab
 
 @torch.no_grad()
 def compute_gap(rows: Rows, row: int, version: int, model: Callable[[int], Any]) -> tuple[float, float]:
-    """Compute the mean |log mu - log pi| of the tokens of one version, under it and under the row's other one."""
+    """Compute the mean |log mu - log pi| of the tokens of one version, with its weights and with the row's other
+    weights.
+    """
     at = slice(rows.offsets[row], rows.offsets[row + 1])
     prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
     response = torch.from_numpy(rows.response_ids[at]).long()

@@ -1,4 +1,6 @@
-"""Turn-level credit in whole runs: verl's tool agent, a tool that returns rewards, and every recorded advantage."""
+"""Turn-level credit in whole runs, with verl's tool agent and a tool that returns rewards; every recorded advantage is
+checked.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_every_advantage_is_that_of_a_loop(
 
 
 def count_right_advantages(directory: Path) -> int:
-    """Count the turns of a recording whose advantage is that of a loop; fail at the first that is not."""
+    """Count the turns of a recording whose advantage equals that of a plain loop; fail at the first that differs."""
     checked = 0
     for recorded in Recording(directory):
         groups: dict[str, list[tuple[list[float], list[set[float]]]]] = defaultdict(list)

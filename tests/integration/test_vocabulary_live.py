@@ -1,6 +1,6 @@
-"""Every word of the vocabulary is proved live, and dead ones are seen; on a real verl TrainingWorker.
+"""Every word of the vocabulary is proved live, and a dead word is detected; on a real verl TrainingWorker.
 
-The default command takes each word at least once, `--release` each with each.
+The default command tests each word at least once; `--release` tests all pairs.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def test_a_proximal_policy_that_is_not_used(engine: Any, proximal: dict[str, Any
 
 @pytest.mark.parametrize("mapping", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
 def test_a_base_loss_that_reads_no_pi_old(engine: Any, mapping: dict[str, Any]) -> None:
-    """REINFORCE has no ratio: where pi_old comes from is nothing to it, and that is no correction."""
+    """REINFORCE has no ratio, so the source of pi_old has no effect, and a key that changes it is no correction."""
     gpg = dict(policy_loss=PolicyLossConfig(loss_mode="gpg"))
     stops("no evidence that proximal acts", engine, mapping, **gpg)
     # With a weight on pi / mu that does the work there is something to prove, and proximal is not counted.

@@ -1,4 +1,4 @@
-"""What tests of the legacy actors share."""
+"""Fixtures shared by the tests of the legacy actors."""
 
 from __future__ import annotations
 

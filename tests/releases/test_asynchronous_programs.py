@@ -1,4 +1,4 @@
-"""The start-up checks on verl's asynchronous programs, as each release's own configuration composes them."""
+"""The start-up checks on verl's asynchronous programs, with the configuration that each release composes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that ``preflight.verl_keys`` calls dead are dead in verl itself, in whichever release is installed."""
+"""Keys that ``preflight.verl_keys`` calls dead are dead in every installed release of verl."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def base() -> Iterator[DictConfig]:
 
 
 def policy_term(actor: Any, log_prob: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss that a worker with this configuration computes, by verl's own registry."""
+    """Compute the loss that a worker with this configuration would compute, with verl's own registry."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     loss, _ = get_policy_loss_fn(actor.policy_loss.loss_mode)(
@@ -40,7 +40,7 @@ def policy_term(actor: Any, log_prob: torch.Tensor, batch: dict[str, torch.Tenso
 
 @pytest.fixture(scope="module")
 def batch() -> dict[str, torch.Tensor]:
-    """Four rows of six tokens, of which the last two rows are half a nat a token away from mu."""
+    """Four rows of six tokens; in the last two rows, mu differs by half a nat per token."""
     drift = torch.tensor([0.0, 0.0, 0.5, 0.5])[:, None].expand(4, 6)
     return {
         "old_log_prob": -1.0 - drift,
@@ -58,7 +58,7 @@ def worker_config(actor: DictConfig) -> Any:
 def test_verl_edits_the_trainers_copy_of_a_configuration_that_workers_already_have(
     base: DictConfig, batch: dict[str, torch.Tensor]
 ) -> None:
-    """V0's bypass: the rejection acts in the loss of the edited copy, and not in the loss that workers run."""
+    """V0's bypass: rejection acts in the loss of the edited copy, but not in the loss that workers run."""
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 
@@ -160,7 +160,7 @@ READERS = {
     "replay_file": {},
     "rollout_token_veto_threshold": {},
 }
-"""What verl's dataclasses or earlier releases have -> the files that read it, by release; none in others."""
+"""Keys of verl's dataclasses, or of earlier releases -> the files that read them, by release; empty for none."""
 
 
 @pytest.mark.parametrize("name", READERS)

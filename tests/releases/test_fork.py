@@ -1,6 +1,7 @@
-"""A copy inside a checkout of the installed release runs there: with the checkout's verl, in every layout of `recipe`.
+"""A copy inside a checkout of the installed release works with the checkout's verl, in every layout of `recipe`.
 
-The checkout is made of the installed package, so that this runs without a network, in the environment of any release.
+The checkout is made from the installed package, so the test needs no network and runs in the environment of any
+release.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command in an environment that knows nothing of this checkout or of a platform."""
+    """Run a command in an environment without variables for this checkout or a platform."""
     leaks = ("GIT_", "VERL_", "PYTHON")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(leaks)}
     return subprocess.run(command, cwd=cwd, env=kept | variables, capture_output=True, text=True, check=False)
@@ -42,7 +43,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def content(root: Path) -> dict[str, str]:
-    """Digest of every file below `root`, git's own aside; links and folders by name."""
+    """Digest of every file below `root`, except git's own files; links and folders are included by name."""
     found = {}
     for path in root.rglob("*"):
         name = path.relative_to(root).as_posix()
@@ -54,7 +55,7 @@ def content(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """verl's package with the files that make it a checkout."""
+    """Create verl's package together with the files that make it a checkout."""
     import verl
 
     root = tmp_path_factory.mktemp("tree")
@@ -69,7 +70,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fork(request: pytest.FixtureRequest, tree: Path, tmp_path: Path) -> Iterator[Path]:
-    """A git checkout with local changes, and `recipe` as the parameter says."""
+    """A git checkout with local changes, and with `recipe` as the parameter says."""
     root = tmp_path / "fork"
     shutil.copytree(tree, root)
     git(root, "init", "-q")
@@ -101,7 +102,7 @@ def script(fork: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def copied_files(fork: Path, before: dict[str, str], status: str) -> set[str]:
-    """What a copy added; all else must be as before, also to git, to which it is a commit."""
+    """List the files that a copy added; everything else must be unchanged, and git sees the copy as one commit."""
     after = content(fork)
     assert {path: after[path] for path in before} == before, "the smoke test leaves nothing, and changes nothing"
     added = {path for path in after.keys() - before.keys() if (fork / path).is_file()}
@@ -121,7 +122,7 @@ def place_in(fork: Path) -> str:
     "fork", ["own recipe", "submodule, populated", "no recipe", "submodule, not initialised"], indirect=True
 )
 def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path, request: pytest.FixtureRequest) -> None:
-    """Smoke-tested where there is another recipe."""
+    """The copy passes its smoke test although there is another recipe."""
     smoke = request.node.callspec.params["fork"] in ("own recipe", "submodule, populated")
     before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
     copied = script(fork, *([] if smoke else ["--no-smoke"]))
@@ -150,7 +151,7 @@ def exported(printed: str) -> str:
 
 
 def _run_as_printed(fork: Path, printed: str) -> None:
-    """The printed commands themselves, in a shell that knows nothing else; and the checkout's other recipes too."""
+    """Run the printed commands in a shell without other variables, and also run the checkout's other recipes."""
     # With bytecode, as a user would run it: the undo has to cope.
     launch = (fork / place_in(fork) / "recipe/offpolicy/run_dense_fsdp.sh").relative_to(fork)
     assert f"bash {launch} " in printed
@@ -176,7 +177,7 @@ def _run_as_printed(fork: Path, printed: str) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("fork", ["no recipe"], indirect=True)
 def test_a_fork_whose_seam_has_moved_fails_the_smoke_test(fork: Path) -> None:
-    """The contracts are those of the checkout, not of the verl that the environment has installed."""
+    """The contracts apply to the checkout's verl, not to the installed verl."""
     losses = fork / "verl" / "workers" / "utils" / "losses.py"
     text = losses.read_text()
     assert text.count("def ppo_loss(config: ActorConfig, model_output, data: TensorDict, dp_group=None):") == 1

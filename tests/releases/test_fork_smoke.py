@@ -1,4 +1,4 @@
-"""The update that a fork is tried with fails where a correction is dead."""
+"""The smoke test's update fails if the correction is dead."""
 
 from __future__ import annotations
 

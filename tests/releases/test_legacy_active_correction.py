@@ -1,4 +1,4 @@
-"""Moving bounds and fallbacks reach verl 0.7.1's legacy FSDP actor with each batch, and are proved there."""
+"""Moving bounds and fallbacks reach verl 0.7.1's legacy FSDP actor with each batch, and are proved live there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl 0.7.1's legacy actor loses bypass mode where each batch gets one gradient step, as `verl_keys` says."""
+"""verl 0.7.1's legacy actor ignores bypass mode if each batch gets one gradient step, as `verl_keys` says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def group() -> Iterator[None]:
 
 
 def bypassed(*, drift: float, **config: Any) -> la.Parameters:
-    """Parameters after verl's own update with bypass mode said to the worker, mu being ``drift`` off pi_old."""
+    """Return the parameters after verl's own update with bypass mode in the worker's configuration; mu differs from
+    pi_old by ``drift``.
+    """
     from verl.workers.config import PolicyLossConfig
 
     batch = la.rollout()
@@ -33,7 +35,9 @@ def bypassed(*, drift: float, **config: Any) -> la.Parameters:
 
 
 def test_mu_is_read_only_when_it_is_asked_for() -> None:
-    """A drift of half a nat a token puts every row out of bounds: nothing may move, and without the key it does."""
+    """With a drift of half a nat per token, every row is out of bounds: with the key, nothing may move; without it,
+    weights move.
+    """
     start = la.parameters(la.model())
     near, far = (bypassed(drift=drift, **ONE_STEP) for drift in (0.0, 0.5))
     assert la.distance(near, far, start) == 0.0  # mu makes no difference at all

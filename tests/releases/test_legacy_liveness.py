@@ -1,4 +1,4 @@
-"""What verl 0.7.1's legacy FSDP actor proves, which sabotage is noticed, and what is refused."""
+"""What verl 0.7.1's legacy FSDP actor proves, which sabotage it detects, and which options it rejects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def proofs(metrics: Settings) -> list[Any]:
 
 
 def test_loss_scaling_of_fp16_is_in_update_and_proof(start: la.Parameters) -> None:
-    """verl's own scaler needs a GPU; PyTorch's for the CPU stands in its place."""
+    """verl's own scaler needs a GPU, so the test uses PyTorch's scaler for CPUs."""
     actor = la.actor(ppo_micro_batch_size_per_gpu=2, **KL)
     actor.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     got, metrics = la.moved(actor, la.handed(la.rollout(), STACK))
@@ -102,7 +102,7 @@ def test_bfloat16(start: la.Parameters) -> None:
 
 
 def test_handover_and_packets_travel_as_ray_ships_them() -> None:
-    """Pickled, dealt to two workers by ``chunk``, and collected by ``DataProto.concat``."""
+    """The data are pickled, dealt to two workers by ``chunk``, and collected by ``DataProto.concat``."""
     from recipe.offpolicy.worker.metrics import Packet, take_packets
     from verl import DataProto
 
@@ -182,7 +182,7 @@ def test_another_scale_than_the_actors_stops_the_run(monkeypatch: pytest.MonkeyP
 
 
 def test_pi_of_the_actors_own_in_pi_olds_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the actor does with one mini-batch and one epoch."""
+    """The actor does this with one mini-batch and one epoch."""
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.proof.verify import LivenessError
 
@@ -203,7 +203,7 @@ def test_a_batch_without_mu_names_the_key() -> None:
 
 
 def test_the_prefix_grouper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its package is not among verl's requirements; a forward pass that returns what verl's does stands for it."""
+    """verl does not require the grouper's package; a forward pass with the same return values replaces it."""
     forward = SimpleNamespace(forward_micro_batch_with_prefix_grouper=lambda **_: (None, torch.zeros(1)))
     monkeypatch.setitem(sys.modules, "verl.trainer.ppo.prefix_grouper_utils", forward)
     data = la.handed(la.rollout(), STACK)
@@ -213,7 +213,7 @@ def test_the_prefix_grouper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_count_of_other_mini_batches_is_refused() -> None:
-    """``denominator=kept`` counted over eight rows, and an actor that steps after four."""
+    """``denominator=kept`` counts over eight rows, but the actor steps after four."""
     data = la.handed(la.rollout(), BATCH_WIDE, mini_rows=8)
     with pytest.raises(ValueError, match="split differently"):
         la.moved(la.actor(**TWO_STEPS), data)

@@ -1,4 +1,4 @@
-"""A trainer of verl 0.7.1 whose ``fit`` calls the legacy worker by itself: DataProto, and the actor's own update."""
+"""A trainer of verl 0.7.1 whose own ``fit`` calls the legacy worker, with DataProto and the actor's own update."""
 
 from __future__ import annotations
 

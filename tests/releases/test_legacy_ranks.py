@@ -1,4 +1,4 @@
-"""Two ranks of verl 0.7.1's legacy FSDP actor make the update that one process makes of the whole batch."""
+"""Two ranks of verl 0.7.1's legacy FSDP actor make the same update as one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.slow]
 
 TERMS: dict[str, Any] = dict(entropy=0.1, kl=0.3, learning_rate=la.FLOAT32_LEARNING_RATE)
 TWO_STEPS = (0, 1, 4, 5, 2, 3, 6, 7)
-"""Rows as two ranks with four rows each step through them, two at a time."""
+"""Rows in the order in which two ranks with four rows each process them, two at a time."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_data_parallel_ranks_make_the_plain_update(ranks: Any, sharding: str, st
 @pytest.mark.parametrize("steps", legacy_ranks.STEPS)
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sharding: str, steps: str) -> None:
-    """Against one process, whose own update is checked against the plain one elsewhere."""
+    """The reference is one process, whose update another test compares with the plain reference."""
     import verl.workers.actor.dp_actor  # noqa: F401
     import verl_patches
 
@@ -85,7 +85,7 @@ def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sha
 
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_old_log_probs_of_unequal_ranks(ranks: Any, sharding: str) -> None:
-    """Without a handover: rank 0 needs three micro-batches for its 37 tokens, rank 1 one for 13."""
+    """There is no handover; rank 0 needs three micro-batches for its 37 tokens, rank 1 needs one for 13."""
     batch = legacy_ranks.rollout("dynamic")
     with torch.no_grad():
         expected = la.forward(la.model(), batch)[0]
@@ -97,7 +97,7 @@ def test_old_log_probs_of_unequal_ranks(ranks: Any, sharding: str) -> None:
 
 
 def test_ulysses_makes_the_plain_update(ranks: Any) -> None:
-    """Both ranks hold the same rows, so that one rank's packets are those of the batch."""
+    """Both ranks have the same rows, so one rank's packets are those of the batch."""
     parameters, packets = ranks["ulysses"]
     assert la.distance(expected("one", STACK), parameters, la.parameters(la.model())) < 1e-10
     for packet in packets:

@@ -1,4 +1,4 @@
-"""verl 0.7.1's legacy FSDP actor makes the corrected update that is written plainly next to it."""
+"""verl 0.7.1's legacy FSDP actor makes the corrected update of a plain reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def proximal(name: str, alpha: float | None = None) -> Settings:
 )
 @pytest.mark.parametrize("rollout_log_probs", [False, True])
 def test_what_stands_for_pi_old(mapping: Settings, pi_old: Any, rollout_log_probs: bool, start: la.Parameters) -> None:
-    """Whatever ``use_rollout_log_probs`` says, which only decides what the actor's own loss would be given."""
+    """The result does not depend on ``use_rollout_log_probs``, which only affects the actor's own loss."""
     expected = la.plain_update(la.rollout(), la.Plain(pi_old=pi_old))
     got = corrected(mapping, use_rollout_log_probs=rollout_log_probs)
     assert la.distance(expected, got, start) < EXACT
@@ -124,7 +124,7 @@ def test_a_micro_batch_without_a_token_adds_nothing(mode: str, start: la.Paramet
 
 
 def test_verl_alone_stops_on_a_micro_batch_without_a_token() -> None:
-    """What the patch is for; where this no longer fails, a part of it can go."""
+    """This is the reason for the patch; if it no longer fails, a part of the patch can be deleted."""
     with pytest.raises(AssertionError, match="at least one valid token"):
         la.moved(la.actor(ppo_micro_batch_size_per_gpu=2), la.proto(with_silent_rows(2, 3)))
 

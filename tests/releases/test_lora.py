@@ -1,4 +1,4 @@
-"""What verl's FSDP engine hands to the synchronisation of weights under LoRA, which ``check_lora`` relies on."""
+"""What verl's FSDP engine sends in a weight synchronisation with LoRA; ``check_lora`` relies on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULE = "layers.1.mlp.down_proj"
 
 
 def send(folder: Path, *, merge: bool, adapter: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a trained adapter's worker sends, to a colocated engine as ``adapter`` or else all; and its parameters."""
+    """Return what a worker with a trained adapter sends, either only the adapter or all weights, and its parameters."""
     join_process_group()
     worker = start_worker(
         tiny_model(folder), lora_rank=RANK, lora_alpha=ALPHA, target_modules="all-linear", lora={"merge": merge}

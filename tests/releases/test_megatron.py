@@ -1,4 +1,4 @@
-"""verl's Megatron engine, and 0.7.1's legacy actor: two ranks on gloo, held against a plain float64 reference."""
+"""verl's Megatron engine, and 0.7.1's legacy actor: two ranks on gloo, compared with a plain float64 reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> mp.Found:
 
 
 def judge(ranks: list[mp.Rank], job: mp.Job, case: Case) -> dict[str, float]:
-    """The verdict on the packets: verl's worker gathers those of all data-parallel ranks, the actor each its own."""
+    """Return the verdict on the packets: verl's worker gathers those of all data-parallel ranks, the actor only its
+    own.
+    """
     answering = mp.on_last_stage(ranks)
     packets = [packet for rank in (answering if LEGACY else answering[:1]) for packet in rank.seen[job.name].packets]
     return mp.judged(packets, job, case)
@@ -62,13 +64,13 @@ def judge(ranks: list[mp.Rank], job: mp.Job, case: Case) -> dict[str, float]:
     "job", [*WITNESSED, pytest.param(SHUFFLED, marks=of_the_actor)], ids=lambda job: getattr(job, "name", None)
 )
 def test_it_makes_the_update_of_the_reference(found: mp.Found, case: Case, layout: str, job: mp.Job) -> None:
-    """Weights, masks, loss and gradients, over all ranks and however the mini-batch is cut."""
+    """Weights, masks, loss and gradients are compared over all ranks, for every split of the mini-batch."""
     mp.assert_makes_the_reference(found[layout], job, case)
 
 
 @layouts
 def test_it_is_proved_live_on_the_last_stage(found: mp.Found, case: Case, layout: str) -> None:
-    """Packets come from the last stage (the engine's from the ranks that verl collects from), and from no other."""
+    """Packets come only from the last stage (for the engine, from the ranks that verl collects)."""
     live = judge(found[layout], PROVED, case)
     assert (live["proved"], live["rows"], live["parts"]) == (1.0, ROWS, 3.0)
     assert max(live["gradient_error"], live["shift_error"]) < 1e-5
@@ -87,7 +89,7 @@ def test_a_micro_batch_without_a_token_adds_nothing(found: mp.Found, case: Case,
 
 @of_the_engine
 def test_in_16_bits_it_is_the_same_update_as_far_as_they_tell(found: mp.Found, case: Case) -> None:
-    """What whole runs train in: verl's configuration of the engine admits no other type."""
+    """Whole runs train in 16 bits, because verl's configuration of the engine accepts no other type."""
     job, ranks = mp.of_job("tis"), found["bfloat16"]
     ((update, _),) = mp.updates(ranks, job)
     mp.assert_same_in_bf16(update, case, job)

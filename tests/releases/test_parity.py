@@ -1,7 +1,6 @@
-"""Every FSDP path of every release makes the same corrected update: that of a plain float64 reference.
+"""Every FSDP path of every release makes the same corrected update as a plain float64 reference.
 
-The reference is the same in every release, which parity.json holds it to; so paths of different releases agree with
-each other through it.
+parity.json fixes the reference's results for all releases, so paths of different releases agree with each other.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def own_process_group() -> Iterator[None]:
-    """Leaves the process with the group that it had, if any: workers of other modules may live in it."""
+    """Restore the process group that the process had, because workers of other modules may use it."""
     found = torch.distributed.is_initialized()
     yield
     if not found and torch.distributed.is_initialized():
@@ -70,7 +69,7 @@ def worker(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def demanded(case: Case) -> Callable[..., Update]:
-    """The reference's update of a correction, by its name, the mode and what a teacher does."""
+    """Compute the reference's update for a correction, given by its name, the mode and the teacher's effect."""
 
     @functools.cache
     def compute(name: str, mode: str, distilled: str = "") -> Update:
@@ -92,7 +91,7 @@ def test_the_reference_is_the_same_in_every_release(demanded: Callable[..., Upda
 
 
 def test_the_cases_differ() -> None:
-    """A correction that is dropped would be seen: no two of them make the same update."""
+    """No two corrections make the same update, so a dropped correction would be detected."""
     losses = {key: numbers[0] for key, numbers in RECORDED.items()}
     assert len({round(loss, 5) for loss in losses.values()}) == len(CASES)
 
@@ -155,7 +154,7 @@ def test_the_engine_makes_the_distilled_update_of_the_reference(
     mode: str,
     distilled: str,
 ) -> None:
-    """The teacher's term with weights, masks and denominators, and the hashes of what it was made of."""
+    """The teacher's term with weights, masks and denominators, and the hashes of its inputs."""
     asked = case.with_teacher(distilled)
     found = update_by_engine(worker, register_witness(asked, monkeypatch), layout, name, mode, split)
     assert_same(found, demanded(name, mode, distilled))
@@ -172,7 +171,7 @@ ACTORS = [
 
 
 def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
-    """verl 0.7.1's own actor on the model in ``folder``, wrapped as its worker wraps it."""
+    """verl 0.7.1's own actor with the model in ``folder``, wrapped as its worker wraps it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from transformers import AutoModelForCausalLM
@@ -213,7 +212,7 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
     name: str,
     mode: str,
 ) -> None:
-    """One mini-batch and one epoch, where verl's own actor would take the current log-probs for pi_old."""
+    """With one mini-batch and one epoch, verl's own actor would use the current log-probs as pi_old."""
     witness.case = case.of_correction(name)
     found = update_by_legacy_actor(folder, witness, kind, packed, split, name, mode)
     assert len(witness.losses) > 1 or split == 8
@@ -242,7 +241,7 @@ def test_the_legacy_actor_makes_the_distilled_update_of_the_reference(
 def update_by_legacy_actor(
     folder: Path, witness: Witness, kind: str, packed: bool, split: Any, name: str, mode: str
 ) -> Update:
-    """What verl 0.7.1's actor does with the batch of the witness's case."""
+    """Run verl 0.7.1's actor on the reference's batch, and return its update."""
     import verl_patches
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.legacy_loss import Handover

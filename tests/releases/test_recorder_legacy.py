@@ -1,4 +1,4 @@
-"""The recorder under verl 0.7.1's legacy FSDP actor: what lies in the files is what the loss saw."""
+"""The recorder with verl 0.7.1's legacy FSDP actor: the files contain what the loss read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, STEP = len(la.LENGTHS), 1
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[mb.MicroBatch]:
-    """Every micro-batch that a loss reads, the proof's trials among them."""
+    """Every micro-batch that a loss reads, including those of the proof's trials."""
     read: list[mb.MicroBatch] = []
     original = mb.read
 
@@ -44,7 +44,7 @@ def recorded(directory: Path, mapping: dict[str, Any], *, prove: bool = False, e
 
 
 def assert_recorded(step: Step, micro_batches: list[mb.MicroBatch], mapping: dict[str, Any]) -> None:
-    """Each column against what the loss read and decided, in the order in which it did."""
+    """Compare each column with the loss's inputs and decisions, in the order of the calls."""
     rows, i = step.rows, 0
     batch, spec = la.rollout(), CorrectionSpec.from_mapping(mapping)
     assert step.spec == spec.to_mapping()

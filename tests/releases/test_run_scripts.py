@@ -1,4 +1,4 @@
-"""recipe/offpolicy/run_*.sh in the environment of each release: they compose, pass our checks, and verl's own."""
+"""recipe/offpolicy/run_*.sh in the environment of each release: they compose, and pass our checks and verl's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("verl")
 
 
 def run(script: str, cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script from another directory, as after an installation, with this interpreter's programs."""
+    """Run a script from another directory, as after an installation, with this interpreter's programs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
@@ -40,7 +40,7 @@ Composed = Callable[..., DictConfig]
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Composed:
-    """What a script trains, composed by the installed verl, after verl's own validation of it."""
+    """Return the configuration of a script, composed by the installed verl, after verl's own validation."""
 
     def compose(script: str, *arguments: str, **environment: str) -> DictConfig:
         done = run(script, tmp_path, *arguments, "--cfg", "job", **environment)
@@ -54,7 +54,7 @@ def composed(tmp_path: Path) -> Composed:
 
 
 def validate(config: DictConfig) -> None:
-    """verl's own checks of sizes and of what its data classes take."""
+    """Run verl's own checks of sizes and of the values that its dataclasses accept."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
@@ -136,7 +136,9 @@ def test_the_script_for_a_mixture_of_experts(composed: Composed) -> None:
 
 
 def router_replay_mode() -> str:
-    """Where the worker of the installed release reads it: the legacy actor in one place, the engine in another."""
+    """Read the key where the installed release's worker reads it; the legacy actor and the engine use
+    different places.
+    """
     import verl
 
     legacy = (Path(verl.__file__).parent / "workers" / "actor" / "megatron_actor.py").is_file()

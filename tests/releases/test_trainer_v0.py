@@ -1,4 +1,4 @@
-"""What the V0 trainer does around verl's own methods, on a real DataProto and with verl's own estimator."""
+"""The V0 trainer's hooks around verl's own methods, on a real DataProto and with verl's own estimator."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from verl_patches.legacy.handover import HANDOVER
 ROWS, WIDTH = 4, 3
 KEPT = Statistic(Reduction.MEAN, (0.0, 10.0))
 REWARDS = [1.0, 0.0, 0.0, 5.0]
-"""The last row is far off policy: its siblings are to be compared without its reward."""
+"""The last row is far off policy, so its siblings must be compared without its reward."""
 
 
 class VerlsTrainer:
-    """Stands in for RayPPOTrainer: what it was handed, and an update that reports nothing."""
+    """A stand-in for RayPPOTrainer, which keeps what it receives and whose update reports nothing."""
 
     config: Any
     global_steps: int
@@ -164,7 +164,7 @@ ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("fell_back", [False, True])
 def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tmp_path: Path) -> None:
-    """The fallback of an alarm that had fired, or the bounds that had moved."""
+    """The fallback of an alarm that has fired, or the bounds that have moved, are handed over after a resume."""
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.monitor.alarm_settings import DEFAULTS
     from tests.support.histograms import histogram

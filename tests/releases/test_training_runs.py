@@ -1,4 +1,6 @@
-"""Every release before the newest trains end to end: Ray, vLLM rollouts, weight syncs, live correction."""
+"""Every release before the newest trains end to end: Ray, vLLM rollouts, weight synchronisation, and a live
+correction.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_three_steps_with_the_correction_live(overrides: tuple[str, ...], run_pr
 @pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_engine_leaves_the_second_forward_pass_out(dtype: str, run_program: Callable[..., Any]) -> None:
-    """Hugging Face generation in the trainer's dtype and by its kernels; in bfloat16 it is another engine."""
+    """Hugging Face generates in the trainer's dtype and with its kernels; in bfloat16, it would be a
+    different engine.
+    """
     rollout = "actor_rollout_ref.rollout"
     keys = (f"{rollout}.dtype={dtype}", f"{rollout}.name=hf", f"{rollout}.log_prob_micro_batch_size_per_gpu=1")
     hf = {"VERL_USE_EXTERNAL_MODULES": "tests.support.hf_rollout"}

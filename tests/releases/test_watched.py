@@ -1,4 +1,6 @@
-"""What the watchdog watches is there in each release's trainers: a name that verl has not watches over nothing."""
+"""The attributes that the watchdog watches exist in each release's trainers; a name that verl lacks would watch
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ TRAINERS = {
     "v1": [f"{_V1}.trainer_base"],
     "separate_async": [f"{_V1}.trainer_base", f"{_V1}.trainer_separate_async"],
 }
-"""Trainer -> the modules that make it."""
+"""Trainer -> the modules that define it."""
 OF_EVERY_STEP = {
     "checkpoint_manager.sleep_replicas",
     "_compute_old_log_prob",
@@ -47,7 +49,7 @@ OWNERS = {
     "servers": ["verl.workers.rollout.replica"],
     "reward_loop_workers": ["verl.experimental.reward_loop.reward_loop"],
 }
-"""List of actors -> the modules of the class that holds it, the first that there is."""
+"""List of actors -> the modules of the class that contains it; the first module that exists is used."""
 NEWER = pytest.mark.verl(">=0.9")
 COVERED = [
     "v0",
@@ -72,7 +74,9 @@ def test_the_phases_of_each_trainer(trainer: str) -> None:
 
 @pytest.mark.parametrize("trainer", COVERED)
 def test_the_actors_of_each_trainer(trainer: str) -> None:
-    """Its workers, the rollout's servers and its agent loops are listed, and where they are looked for."""
+    """The list contains its workers, the rollout's servers and its agent loops, and the attributes in which to find
+    them.
+    """
     text = "".join(map(source, TRAINERS[trainer]))
     held = set()
     for path in HOLDERS:

@@ -1,4 +1,4 @@
-"""Drawn rows with what a correction really did to them, as a recorder would have seen it: one padded batch."""
+"""Drawn rows with the weights and rejections of a correction, as a recorder would write them: one padded batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.recordings import drawn_rows, record, sampled_by
 
 
 def acted(rows: Rows, spec: CorrectionSpec) -> tuple[Rows, tuple[str, ...]]:
-    """The rows with the weights and rejections of ``spec``, and the names of the bits of ``rejected_by``."""
+    """Return the rows with the weights and rejections of ``spec``, and the names of the bits of ``rejected_by``."""
     padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn", "token_staleness")
     mask = padded["response_mask"]
     stage = rollout_stage(
@@ -40,8 +40,9 @@ def acted(rows: Rows, spec: CorrectionSpec) -> tuple[Rows, tuple[str, ...]]:
 
 
 def varied_rows(count: int = 60, *, seed: int = 0, step: int = 5, **columns: Any) -> Rows:
-    """Rows of 1 to some 400 tokens with noise that leaves bounds, several turns with tool tokens between them, and rows
-    of staleness 0 to 3."""
+    """Draw rows of 1 to about 400 tokens whose noise exceeds bounds, with several turns separated by tool tokens, and
+    staleness 0 to 3.
+    """
     rng = np.random.default_rng(seed)
     lengths = np.clip(np.exp(rng.normal(3.5, 1.3, count)), 1, 400).astype(int)
     rows = drawn_rows(lengths.tolist(), seed=seed, step=step, backend=0.3, drift=0.05)
@@ -66,7 +67,9 @@ def recorded(directory: Path, spec: CorrectionSpec, *steps: Rows) -> Path:
 
 
 def by_hand(old: Sequence[Sequence[float]], mu: Sequence[Sequence[float]], **columns: Any) -> Rows:
-    """Rows of these log-probs, pi = pi_old unless ``columns`` say otherwise; all columns by token end to end."""
+    """Build rows with these log-probs, where pi = pi_old unless ``columns`` say otherwise; per-token columns are packed
+    end to end.
+    """
     flat = [np.concatenate([np.asarray(row, dtype=np.float32) for row in rows]) for rows in (old, mu)]
     given = {"old_log_prob": flat[0], "log_prob": flat[0], "rollout_log_prob": flat[1]} | columns
     return drawn_rows([len(row) for row in old], **given)

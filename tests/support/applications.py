@@ -37,7 +37,7 @@ DELTAS = {
 
 @contextmanager
 def application(*overrides: str, primary: str = "offpolicy_trainer", folder: Path = CONFIGS) -> Iterator[DictConfig]:
-    """The composed configuration, inside the application that composed it."""
+    """Compose the configuration inside a Hydra application."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base=None):
         config = compose(primary, overrides=list(overrides), return_hydra_config=True)
@@ -51,7 +51,7 @@ def application(*overrides: str, primary: str = "offpolicy_trainer", folder: Pat
 
 
 def without_verl(folder: Path) -> Path:
-    """Our primary configuration without verl's, which composes in a tenth of the time; returns its folder."""
+    """Write our primary configuration without verl's, which composes in a tenth of the time, and return its folder."""
     config = OmegaConf.load(CONFIGS / "offpolicy_trainer.yaml")
     assert isinstance(config, DictConfig)
     # The last is chosen by a group of verl's.
@@ -66,7 +66,7 @@ def without_verl(folder: Path) -> Path:
 
 
 def changed(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
-    """A copy with values put in by dotted key, as overrides would."""
+    """Return a copy with values set by dotted key, as overrides would set them."""
     config = copy_config(config)
     for key, value in changes.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)

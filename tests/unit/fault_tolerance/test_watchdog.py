@@ -34,7 +34,7 @@ from recipe.offpolicy.fault_tolerance.watchdog import (
 from tests.support.paths import ROOT
 
 HANGS = 300.0
-"""Seconds after which whatever is waited for will not come."""
+"""Seconds after which a transfer counts as hanging."""
 
 
 class Clock:

@@ -28,7 +28,7 @@ SPEC: dict[str, Any] = {"masks": {}}
 
 
 HANGS = 300.0
-"""Seconds after which whatever is waited for will not come."""
+"""Seconds after which a transfer counts as hanging."""
 
 
 @pytest.fixture

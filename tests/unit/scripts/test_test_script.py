@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.slow
 
 HANGS = 300.0
-"""Seconds after which whatever is waited for will not come."""
+"""Seconds after which a transfer counts as hanging."""
 
 # Stand-ins: the installer makes environments whose programs note how they were called.
 INSTALL = """#!/usr/bin/env bash

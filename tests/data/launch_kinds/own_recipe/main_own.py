@@ -1,4 +1,4 @@
-"""A recipe's own program, as recipes of verl have one. The doctor reads it and does not run it."""
+"""A recipe's own main program, as verl's recipes have. The doctor reads this file and does not run it."""
 
 import hydra
 
