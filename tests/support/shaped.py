@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -86,3 +88,27 @@ def report(view: DataProtoBatch, extension: Extension, change: Callable[[TensorD
     assert half is not None
     order = torch.arange(len(data)).flip(0)
     return [half.report(LossRows({}, data[part])) for part in order.tensor_split(2)]
+
+
+def nest(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def make_queue_batch(
+    monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], keys: Sequence[str], step: int = 1, **options: Any
+) -> Any:
+    """A batch of verl's V1 trainer whose columns lie in ``store``; rows whose key begins with "pad" are padding."""
+    pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.trainer.batch_view import TransferQueueBatch
+
+    tags = [{"is_padding": True} if key.startswith("pad") else {} for key in keys]
+    meta = SimpleNamespace(keys=list(keys), tags=tags, partition_id="")
+    calls: dict[str, Callable[..., Any]] = {
+        "kv_batch_get": lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
+        "kv_batch_put": lambda keys, partition_id, fields: (
+            store.update({name: fields[name] for name in fields.keys()}) or meta
+        ),
+    }
+    for name, call in calls.items():
+        monkeypatch.setattr(f"transfer_queue.{name}", call)
+    return TransferQueueBatch(meta, step, **options)

@@ -17,7 +17,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
-from recipe.offpolicy.extensions.batch_view import identify_prompts, read_sessions
+from recipe.offpolicy.extensions.batch_view import read_sessions
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -26,15 +26,11 @@ from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.distilled import rollout
 from tests.support.nudge import Nudge
-from tests.support.shaped import make_batch
+from tests.support.shaped import make_batch, make_queue_batch, nest
 from verl.utils import tensordict_utils as tu
 
 LENGTHS = (3, 1, 2)
 SCORES = (1.0, 0.0, 3.0)
-
-
-def nested(rows: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def scores() -> list[Tensor]:
@@ -44,24 +40,11 @@ def scores() -> list[Tensor]:
 @pytest.fixture
 def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three rows, two of them outputs of one session, and two rows of padding that look like the first."""
-    pytest.importorskip("transfer_queue")
-    from recipe.offpolicy.trainer import batch_view
-
     store: dict[str, Any] = {
-        "rm_scores": nested([*scores(), torch.zeros(1), torch.zeros(1)]),
-        "response_mask": nested([torch.ones(n, dtype=torch.int64) for n in LENGTHS] + 2 * [torch.zeros(1).long()]),
+        "rm_scores": nest([*scores(), torch.zeros(1), torch.zeros(1)]),
+        "response_mask": nest([torch.ones(n, dtype=torch.int64) for n in LENGTHS] + 2 * [torch.zeros(1).long()]),
     }
-    queue = SimpleNamespace(
-        kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
-        kv_batch_put=lambda keys, partition_id, fields: (
-            store.update({name: fields[name] for name in fields.keys()}) or meta
-        ),
-    )
-    for name in ("kv_batch_get", "kv_batch_put"):
-        monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
-    keys = ["a_0_0", "a_0_1", "b_0_0", "pad_0_0", "pad_1_0"]
-    meta = SimpleNamespace(keys=keys, tags=[{}, {}, {}, {"is_padding": True}, {"is_padding": True}], partition_id="")
-    return batch_view.TransferQueueBatch(meta, 7), store
+    return make_queue_batch(monkeypatch, store, ["a_0_0", "a_0_1", "b_0_0", "pad_0_0", "pad_1_0"], 7), store
 
 
 @pytest.fixture
@@ -236,13 +219,6 @@ def test_a_session_has_its_last_rows_score_and_all_its_tokens() -> None:
     assert found.scores.tolist() == [1.0, 0.0, 1.0]
     assert found.truncated.tolist() == [False, True, True]
     assert found.groups() == {"a": [0, 1]}  # that of b is silent
-
-
-def test_identity_is_of_the_prompts_tokens() -> None:
-    view, later = make_batch([("a", 3, 0.0), ("b", 2, 1.0), ("a", 1, 1.0)]), make_batch([("b", 1, 0.0)], step=9)
-    one, two, three = identify_prompts(view, read_sessions(view))
-    assert one == three != two
-    assert identify_prompts(later, read_sessions(later)) == [two]
 
 
 # What arrives in the workers is held against what was shipped, as multisets of rows

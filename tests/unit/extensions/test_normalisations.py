@@ -76,16 +76,6 @@ def test_finite_and_within_its_bound(name: str, values: Tensor) -> None:
     assert float(found.abs().max()) <= SCALES[name].bound(len(values)) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", SCALES)
-@settings(max_examples=at_most(40))
-@given(values=groups, data=st.data())
-def test_a_group_with_a_nan_raises(name: str, values: Tensor, data: st.DataObject) -> None:
-    lost = data.draw(st.integers(0, len(values) - 1))
-    values[lost] = math.nan
-    with pytest.raises(ValueError, match=r"nan|not finite|not a number"):
-        SCALES[name].apply(values)
-
-
 @given(sizes, st.lists(st.integers(-2, 2), min_size=2, max_size=9))
 def test_values_that_agree_within_rounding_are_0_after_centring(size: float, steps: list[int]) -> None:
     values = torch.tensor([size * (1 + step * 2.0**-23) for step in steps], dtype=torch.float32)

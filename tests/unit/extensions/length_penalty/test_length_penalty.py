@@ -11,7 +11,6 @@ import pandas
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch.declared_keys import Configured
@@ -43,8 +42,8 @@ def plain(rows: Rows, **how: Any) -> Tensor:
     return shape(make_batch(rows), **how)
 
 
-def judge(made: LengthPenalty, view: Any, change: Any = lambda data: None) -> dict[str, float]:
-    return judged.judge(made, report(view, made, change))
+def judge(made: LengthPenalty, view: Any) -> dict[str, float]:
+    return judged.judge(made, report(view, made))
 
 
 def test_after_it_a_mixed_group_is_rewards_less_penalties_over_the_rewards_spread() -> None:
@@ -119,52 +118,20 @@ def test_tool_tokens_and_padding_are_no_length() -> None:
     assert torch.equal(shape(view, penalty("group")), shape(make_batch(MIXED), penalty("group")))
 
 
-def test_rejected_rows_have_no_part() -> None:
-    """Row 1 has left its group: the others are as in a group of three."""
-    view = make_batch(MIXED)
-    view.regroup(["b", "b/rejected-1", "b", "b"], [False, True, False, False])
-    found = shape(view, penalty("group", coefficient=0.4))
-    three = shape(make_batch([MIXED[0], MIXED[2], MIXED[3]]), penalty("group", coefficient=0.4))
-    torch.testing.assert_close(found[[0, 2, 3]], three, atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("place", ["after", "before"])
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-@pytest.mark.parametrize(("by_std", "kind"), [(True, "group"), (False, "uniform")])
-def test_it_is_proved(place: str, estimator: str, by_std: bool, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("place", "estimator", "by_std", "kind"),
+    [("after", "grpo", True, "group"), ("before", "grpo", False, "uniform"), ("before", "rloo", True, "group")],
+)
+def test_it_is_proved(place: str, estimator: str, by_std: bool, kind: str) -> None:
     made = penalty(kind, place=place, estimator=estimator, by_std=by_std, coefficient=0.02)
     rows: Rows = [*ALL_RIGHT, *MIXED, ("alone", 5, 1.0), ("short", 3, 0.0), ("short", 3, 0.0)]
     view, without = make_batch(rows), plain(rows, name=estimator, by_std=by_std)
     moved = shape(view, made, name=estimator, by_std=by_std) - without
-    with caplog.at_level("INFO"):
-        found = judge(made, view)
+    found = judge(made, view)
     assert found["length/live/proved"] == 1.0
     assert found["length/live/changed_rows"] >= 12
-    assert caplog.text.count("length penalty LIVE on") == 1
     share = float(moved.abs().sum() / (moved.abs().sum() + without.abs().sum()))
     assert made.metrics()["length/penalty/share_of_advantage"] == pytest.approx(share, rel=1e-5)
-
-
-def estimate_anew(data: TensorDict) -> None:
-    data["advantages"] = data["advantages"] + 0.01 * data["response_mask"]
-
-
-def lose_a_row(data: TensorDict) -> None:
-    data["response_mask"][0] = 0
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (estimate_anew, "12 missing or changed .* 12 were not sent with this content"),
-        (lose_a_row, r"12 of 12 rows expected, 11 seen: 1 missing or changed \(0\)"),
-    ],
-)
-def test_other_advantages_in_the_loss_stop_the_run(change: Any, said: str) -> None:
-    made, view = penalty("group"), make_batch([*ALL_RIGHT, *MIXED])
-    shape(view, made)
-    with pytest.raises(LivenessError, match=said):
-        judge(made, view, change)
 
 
 def test_rows_that_do_not_change_although_they_must_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,24 +188,7 @@ def test_dropped_answers_have_no_advantage_and_stay_in_their_groups_statistics()
     assert kept.tolist() == pytest.approx([-each, each, each, -each, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("place", ["after", "before"])
-def test_the_penalty_of_other_answers_is_as_without_dropping(place: str) -> None:
-    found = shape(make_batch(CUT), made := penalty("uniform", place=place, coefficient=0.02, **DROP))
-    kept = shape(make_batch(CUT), penalty("uniform", place=place, coefficient=0.02))
-    assert found[[0, 4]].tolist() == [0.0, 0.0]
-    assert torch.equal(found[[1, 2, 3, 5]], kept[[1, 2, 3, 5]])
-    assert kept[4] != 0
-    view = make_batch(CUT)
-    shape(view, made)
-    assert judge(made, view)["length/live/proved"] == 1.0
-
-
-def test_the_loss_must_see_the_dropped_advantages() -> None:
-    view, made = make_batch(CUT), penalty(**DROP)
-    shape(view, made)
-    assert judge(made, view)["offpolicy/live/length_penalty"] == 1.0
-    with pytest.raises(LivenessError, match="missing or changed"):
-        judged.judge(made, report(view, made, lambda data: data.update({"advantages": data["advantages"] + 1})))
+def test_answers_that_are_never_dropped_are_said() -> None:
     short = penalty(**DROP)
     shape(make_batch(CUT[1:4]), short)
     assert "no answer has reached data.max_response_length yet" in str(short.unproved())

@@ -23,7 +23,6 @@ from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.distilled import ELIGIBLE, Run, drop, opinion, permute, round_off
 from tests.support.fake_teacher import FakeTeacher, serving
-from tests.support.judged import judge as judge_reports
 
 
 @pytest.fixture
@@ -106,6 +105,10 @@ def forget(data: TensorDict) -> None:
     data[ROW] = torch.zeros_like(data[ROW])
 
 
+def forget_factor(data: TensorDict) -> None:
+    data[FACTOR] = torch.ones_like(data[FACTOR])
+
+
 def estimate_anew(data: TensorDict) -> None:
     data["advantages"] = torch.nested.as_nested_tensor(
         [torch.ones_like(row) for row in data["advantages"].unbind()], layout=torch.jagged
@@ -120,12 +123,13 @@ def estimate_anew(data: TensorDict) -> None:
         ("advantage", permute, "2 of 2 rows expected, 2 seen: 1 missing or changed .b., 1 were not sent"),
         ("loss", forget, "2 of 2 rows expected, 0 seen"),
         ("advantage", estimate_anew, "the advantages in the loss are not coef"),
+        ("advantage", forget_factor, "the advantages in the loss are not coef"),
     ],
 )
 def test_each_fault_on_the_way_stops_the_run(
     mode: str, fault: Callable[[TensorDict], None], said: str, teacher: FakeTeacher
 ) -> None:
-    run = Run(teacher.url, mode)
+    run = Run(teacher.url, mode, coef=0.5, schedule=plan("step", 0, 2))
     _, packet = run.update(WEIGHTED, fault)
     with pytest.raises(LivenessError, match=said):
         run.judge(packet)
@@ -202,15 +206,6 @@ def test_scale_travels_with_the_rows(teacher: FakeTeacher) -> None:
     assert bool((run.advantages[:2][beyond[:2]] == 0).all())
 
 
-def test_shares_of_large_gaps_by_hand(teacher: FakeTeacher) -> None:
-    run = Run(teacher.url, "loss", extreme=0.9, max_gap=1.5)
-    gaps = (pad_sequence(run.made.old_log_probs, batch_first=True) - run.batch.put_columns[TEACHER]).abs()
-    gaps, found = gaps[~torch.isnan(gaps)], run.opd.metrics()
-    assert 0 < (gaps > 0.9).sum() < len(gaps)
-    assert found["opd/gap/extreme_share"] == pytest.approx(float((gaps > 0.9).float().mean()))
-    assert found["opd/gap/clipped_share"] == pytest.approx(float((gaps > 1.5).float().mean()))
-
-
 def plan(by: str, start: float, end: float, final: float = 0.0) -> dict[str, Any]:
     return {"by": by, "start": start, "end": end, "final": final}
 
@@ -239,17 +234,6 @@ def test_a_scheduled_coefficient_is_proved_like_a_smaller_one(mode: str, by: str
     assert none.opd.unproved() is not None
 
 
-def test_a_coefficient_that_is_not_the_scheduled_one_is_found(teacher: FakeTeacher) -> None:
-    run = Run(teacher.url, "advantage", schedule=plan("step", 0, 2))
-
-    def forget_schedule(data: TensorDict) -> None:
-        data[FACTOR] = torch.ones_like(data[FACTOR])
-
-    _, packet = run.update(WEIGHTED, forget_schedule)
-    with pytest.raises(LivenessError, match="the advantages in the loss are not coef"):
-        run.judge(packet)
-
-
 def test_each_data_source_has_its_teacher_and_one_without_has_none(teacher: FakeTeacher) -> None:
     """Rows 0 and 1 are eligible: the first is about words, the second about sums."""
     sources = ("words", "sums", *["other"] * 4)
@@ -273,14 +257,6 @@ def test_each_data_source_has_its_teacher_and_one_without_has_none(teacher: Fake
         alone = Run(teacher.url, "advantage", sources=sources, teacher=own)
         assert alone.batch.put_columns[ROW].tolist() == [0, 1, 0, 0, 0, 0]
         assert torch.equal(alone.advantages[0], alone.base[0])
-
-
-def test_two_epochs_count_each_sequence_once(teacher: FakeTeacher) -> None:
-    run = Run(teacher.url, "loss")
-    run.opd._epochs = 2
-    _, packet = run.update(WEIGHTED)
-    found = judge_reports(run.opd, [packet.reports["opd"]] * 2, epochs=2)
-    assert found["opd/num_eligible_samples"] == 2.0
 
 
 # A teacher that is none ------------------------------------------------------------------------------------------

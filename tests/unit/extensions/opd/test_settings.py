@@ -30,34 +30,12 @@ def read(**values: Any) -> OpdSettings:
     return OpdSettings.from_mapping("opd", {"mode": "advantage", "teacher": URL} | values)
 
 
-def test_a_scale_of_advantages_is_none_of_a_loss() -> None:
-    with pytest.raises(CheckError) as caught:
-        read(mode="loss", scale=2.0)
-    (problem,) = caught.value.problems
-    assert (problem.key, problem.overrides) == ("opd.scale", ("opd.scale=std",))
-
-
 def test_sources_have_the_keys_of_the_teacher_unless_they_set_their_own() -> None:
     teacher = {"url": "http://a", "timeout": 5.0, "api_key": "KEY", "sources": {"gsm8k/main": {"url": "http://b"}}}
     default, own = read(teacher=teacher).teachers.values()
     assert (default.urls, own.urls) == (("http://a",), ("http://b",))
     assert (own.timeout, own.api_key) == (default.timeout, default.api_key) == (5.0, "KEY")
     assert list(read(teacher={"sources": {"math": URL}}).teachers) == ["math"]
-
-
-@pytest.mark.parametrize(
-    ("teacher", "key"),
-    [
-        ({"api_key": "sk-very-secret-1"}, "opd.teacher.api_key"),
-        ({"headers": {"X-Team": "very-secret 1"}}, "opd.teacher.headers"),
-        ({"sources": {"math": {"api_key": "very-secret!", "url": "http://b"}}}, "opd.teacher.sources.math.api_key"),
-    ],
-)
-def test_a_secret_in_the_config_is_refused_and_not_said(teacher: dict[str, Any], key: str) -> None:
-    with pytest.raises(SpecError, match="the environment variable") as caught:
-        read(teacher=URL | teacher)
-    assert caught.value.problem.key == key
-    assert "very-secret" not in str(caught.value)
 
 
 def of_source(**keys: Any) -> dict[str, Any]:
@@ -67,6 +45,10 @@ def of_source(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
+        ({"teacher": URL | {"api_key": "sk-very-secret-1"}}, "opd.teacher.api_key"),
+        ({"teacher": URL | {"headers": {"X-Team": "very-secret 1"}}}, "opd.teacher.headers"),
+        (of_source(url="http://b", api_key="very-secret!"), "opd.teacher.sources.math.api_key"),
+        ({"mode": "loss", "scale": 2.0}, "opd.scale"),
         (of_source(url="http://b", timeout=-1), "opd.teacher.sources.math.timeout"),
         (of_source(url="http://b", modle="m"), "opd.teacher.sources.math.modle"),
         (of_source(model="m"), "opd.teacher.sources.math"),
@@ -83,6 +65,7 @@ def test_what_cannot_be_meant_is_named(values: dict[str, Any], key: str) -> None
     error: Any = caught.value
     (problem,) = error.problems if isinstance(error, CheckError) else [error.problem]
     assert problem.key == key
+    assert "very-secret" not in str(error)
 
 
 # What is looked at before Ray starts: keys next to opd, and the teacher
@@ -263,18 +246,6 @@ def test_keys_that_it_cannot_stand_beside(
     found = problems(teacher.url, student, **changes)
     said = [(each.verdict, f"{each.overrides} {each.advice}".replace("opd.mode=loss", "opd=loss")) for each in found]
     assert [verdict for verdict, advice in said if override in advice] == [verdict], said
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"eligible": {"max_pass_rate": 0.125}},
-        {"actor_rollout_ref__rollout__n": 1, "eligible": {"max_pass_rate": 0.5}},
-        {"algorithm__adv_estimator": "gae", "mode": "loss"},
-    ],
-)
-def test_keys_that_it_can_stand_beside(changes: dict[str, Any], teacher: FakeTeacher, student: Path) -> None:
-    assert problems(teacher.url, student, **changes) == []
 
 
 @pytest.mark.parametrize(("images", "said"), [([None, []], 0), ([[], [b"png"]], 1)])

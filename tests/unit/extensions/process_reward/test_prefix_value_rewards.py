@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from recipe.offpolicy.extensions.process_reward.utilities import UTILITY, token_
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view import DataProtoBatch
 from tests.support.judged import judge
-from tests.support.shaped import make_batch
+from tests.support.shaped import make_batch, make_queue_batch, nest
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 LENGTHS, SCORES, UIDS = (4, 3, 4, 2), (1.0, 0.0, 0.0, 0.0), ("a", "a", "b", "b")
@@ -71,30 +70,19 @@ def v0(sent: list[Any], forward: Any) -> Any:
 
 def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With a row of padding at the end."""
-    pytest.importorskip("transfer_queue")
-    from recipe.offpolicy.trainer import batch_view
 
     def nested(rows: Tensor, pad: Tensor) -> Tensor:
-        cut = [row[:n] for row, n in zip(rows, LENGTHS, strict=True)]
-        return torch.nested.as_nested_tensor([*cut, pad], layout=torch.jagged)
+        return nest([*(row[:n] for row, n in zip(rows, LENGTHS, strict=True)), pad])
 
     store: dict[str, Any] = {
         "rm_scores": nested(scores(), torch.zeros(1)),
         "response_mask": nested(MASK.long(), torch.zeros(1).long()),
         "responses": nested(RESPONSES, torch.zeros(1).long()),
-        "prompts": torch.nested.as_nested_tensor([torch.ones(1).long()] * 5, layout=torch.jagged),
+        "prompts": nest([torch.ones(1).long()] * 5),
         "extra_fields": [*sent, {}],
     }
-    meta = SimpleNamespace(
-        keys=["a_0_0", "a_1_0", "b_0_0", "b_1_0", "pad_0_0"], tags=[{}] * 4 + [{"is_padding": True}], partition_id=""
-    )
-    queue = SimpleNamespace(
-        kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
-        kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
-    )
-    for name in ("kv_batch_get", "kv_batch_put"):
-        monkeypatch.setattr(f"transfer_queue.{name}", getattr(queue, name))
-    return batch_view.TransferQueueBatch(meta, STEP, forward=forward)
+    keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0", "pad_0_0"]
+    return make_queue_batch(monkeypatch, store, keys, STEP, forward=forward)
 
 
 @pytest.fixture(params=["v0", "v1"])

@@ -12,7 +12,6 @@ from torch import Tensor
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import (
     build_scored_row,
-    check_column,
     check_moved,
     check_related,
 )
@@ -21,7 +20,6 @@ from recipe.offpolicy.extensions.process_reward.utilities import (
     check_values,
     compute_covered,
     find_waste,
-    move_utility,
     read_values,
     summarize_advantages,
     summarize_cost,
@@ -78,14 +76,6 @@ def test_rows_without_values_stop_above_the_share_with_their_reason() -> None:
     with pytest.raises(LivenessError, match=r"1 of 3 sequences were not scored\. Sequence 2: no answer"):
         check(ROWS, [4, 4, 4], max_unscored_share=0.33)
     check(ROWS, [4, 4, 4], max_unscored_share=0.34)
-
-
-def test_the_largest_utility_is_moved_to_another_episode() -> None:
-    found = build_utilities(ROWS, MASK)
-    moved = move_utility(found, 0)
-    assert moved is not None
-    assert moved[0].tolist() == [0.0, 0.0, 0.0, 0.25]
-    assert move_utility(found, 1) is move_utility(found, 2) is None
 
 
 # Utilities telescope; process advantages by hand, and what normalising by group does to them
@@ -175,17 +165,6 @@ def test_waste_by_hand() -> None:
     assert math.isnan(summarize_waste(empty, find_waste(empty, 0.0, FLOOR))["waste/share"])
 
 
-@pytest.mark.parametrize("normalize", ["zscore", "scale", "none"])
-def test_tokens_lose_the_penalty_of_later_wasted_episodes(normalize: str) -> None:
-    found = build_utilities(WASTE_ROWS, WASTE_MASK)
-    waste = find_waste(found, 0.01, FLOOR)
-    given, penalty = (found.values.double(), found.positions, ["a"] * 3, WASTE_MASK), 0.5 * waste.double()
-    lowered = token_advantages(*given, normalize=normalize, penalty=penalty)
-    taken = token_advantages(*given, normalize=normalize, penalty=0.0 * penalty) - lowered
-    assert taken[0].tolist() == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5, 0.5])
-    assert not taken[1:].any()
-
-
 # The proof: credit that does not reach its tokens, and advantages that change on their way, stop the run
 
 
@@ -218,22 +197,6 @@ def test_the_row_of_a_prefix_ends_with_force_prompt_and_answer() -> None:
     each = RowValues(ends=[1, 2], values=[-1.0] * 3, answers=[([7, 8], 1), ([7, 8, 9], 2)], best=[0, 1, 1])
     assert build_scored_row(each, 0, [1], [5, 6]) == ([1], [7, 8], 1)
     assert build_scored_row(each, 2, [1], [5, 6]) == ([1], [5, 6, 7, 8, 9], 2)
-
-
-def test_values_that_stand_in_for_log_probs_stop_at_once() -> None:
-    """Values at the floor and rows without values tell nothing."""
-    rows = [RowValues(ends=[1, 2, 3], values=[-1.0, -20.0, -0.5 - row, -2.0]) for row in range(4)]
-    assert not check_column([*rows, RowValues(error="why")], -20.0)
-    assert not check_column([RowValues(ends=[1], values=[-20.0, -20.0])] * 8, -20.0)
-    assert check_column([RowValues(ends=[1], values=[0.0, -0.0])] * 8, -20.0)
-    for values, said in (
-        ([-1.5, -1.5], "all 16 values are the placeholder -1.5"),
-        ([-1.5, float("nan")], "8 of 16 are not finite"),
-        ([-1.5, float("inf")], "8 of 16 are not finite"),
-        ([-1.5, 1.5], "the maximum is 1.5, above 0"),
-    ):
-        with pytest.raises(LivenessError, match=f"values of prefixes .*{said}"):
-            check_column([RowValues(ends=[1], values=values)] * 8, -20.0)
 
 
 def test_older_weights_have_to_rank_prefixes_as_the_trainers_do() -> None:
