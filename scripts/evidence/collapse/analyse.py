@@ -38,8 +38,8 @@ OFF_ETA = 0.5
 """Number of steps by which a run's measured staleness may differ from its eta before the run is marked."""
 JUDGED = ("in_step", "late", "late_opsm", "control", "control_both")
 HEADINGS = (
-    *("arm", "seeds", "exact matches", "below their start", "mean of validations", "graded score", "k3"),
-    *("ESS of the ratio", "kept", "length", "staleness by verl's versions"),
+    *("arm", "seeds", "exact matches", "seeds below start", "mean of validations", "graded score", "k3"),
+    *("ESS of the ratio", "kept share", "length", "staleness recorded by verl"),
 )
 PICTURE = ROOT / "docs" / "collapse.png"
 BY_STEP = ("in_step", "late", "late_opsm", "late_decoupled", "late_both")
@@ -83,10 +83,10 @@ def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
 
 
 def describe_apart(one: pandas.Series, other: pandas.Series, name: str) -> tuple[float, str]:
-    """Describe the paired difference of outcomes from the setting ``name``: lower end of its interval, and a text."""
+    """Describe the paired difference of outcomes, called ``name``: lower end of its interval, and a text."""
     low, high = bootstrap(one - other)
     apart = f"{(one - other).mean():+.3f} [{low:+.3f}, {high:+.3f}]"
-    return low, f"{apart} from {name}, Cliff's delta {cliffs_delta(one, other):+.2f}"
+    return low, f"{name} = {apart}, Cliff's delta {cliffs_delta(one, other):+.2f}"
 
 
 def judge(table: pandas.DataFrame) -> list[Verdict]:
@@ -95,7 +95,7 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     in_step, late, opsm, control, both = (each["outcome"] for each in found.values())
     start = found["late"]["start"]
     below, reached = int((late < start).sum()), int((opsm >= RECOVERED * in_step.mean()).sum())
-    low, apart = describe_apart(opsm, late, "late")
+    low, apart = describe_apart(opsm, late, "late_opsm - late")
     rows = table[(table["arm"] == "control_both") & table["proved"].notna()]
     kept = rows["kept"].min()
     stray = (rows[["weight_min", "weight_max"]] - 1.0).abs().max().max()
@@ -103,16 +103,16 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     gap = both - control
     p = {"H1": sign_flip(late - start), "H3": sign_flip(opsm - late), "H4": equivalence(gap, MARGIN)}
     adjusted = holm(p)
-    recovered = f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)} runs, and differs by "
+    recovered = f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)} runs; "
     alike = (
-        f"control_both is {gap.mean():+.3f} ({gap.min():+.3f} to {gap.max():+.3f}) from control, p = {p['H4']:.4f}; "
-        f"kept {kept:.3f}, weights within {stray:.1e} of 1 (allowed {STRAY:.0e}), gradient error {error:.1e}"
+        f"control_both - control = {gap.mean():+.3f} ({gap.min():+.3f} to {gap.max():+.3f}), p = {p['H4']:.4f}; "
+        f"kept share {kept:.3f}; weights within {stray:.1e} of 1 (planned: {STRAY:.0e}); gradient error {error:.1e}"
     )
     exact = bool(kept == 1.0 and stray < STRAY and error < ERROR)
     return [
         Verdict("H1", below >= MOST, f"late collapsed in {below} of {len(late)}"),
         Verdict("H2", reached >= MOST and low > 0, recovered + apart),
-        Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p['H3']:.4f}, {adjusted['H3']:.4f} by Holm"),
+        Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p['H3']:.4f}, adjusted by Holm {adjusted['H3']:.4f}"),
         Verdict("H4", exact and adjusted["H4"] <= 0.05, alike),
     ]
 
@@ -125,9 +125,9 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
         p, medians = page(np.column_stack(levels)), ", ".join(f"{level.median():.3f}" for level in levels)
         verdicts.append(Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {etas}; p = {p:.4f}"))
     opsm, random = found["opsm"][-1], found["random"][-1]
-    p, (low, apart) = sign_flip(opsm - random), describe_apart(opsm, random, f"random at eta {ETAS[-1]}")
+    p, (low, apart) = sign_flip(opsm - random), describe_apart(opsm, random, f"at eta {ETAS[-1]}, opsm - random")
     holds = bool(p <= 0.05 and low > 0)
-    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", holds, f"opsm is {apart}; p = {p:.4f}")]
+    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", holds, f"{apart}; p = {p:.4f}")]
 
 
 # --- tables
@@ -146,7 +146,7 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
         steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
         staleness = steps.groupby("seed")["staleness"].mean()
         far = [] if arm.eta is None else staleness.index[(staleness - arm.eta).abs() > OFF_ETA]
-        off = f" (off its eta: seed {', '.join(str(int(seed)) for seed in far)})" if len(far) else ""
+        off = f" (not as planned: seed {', '.join(str(int(seed)) for seed in far)})" if len(far) else ""
         rows.append(
             (
                 *(
@@ -166,7 +166,7 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
 def build_verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
     """Build the lines of a table of verdicts."""
     rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in verdicts]
-    return format_markdown(("hypothesis", "verdict", "found"), rows)
+    return format_markdown(("hypothesis", "verdict", "result"), rows)
 
 
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
@@ -191,7 +191,7 @@ def build_rounded_table(table: pandas.DataFrame) -> list[str]:
         pair = (f"{arm}-0-{RATES[0]:g}", f"{arm}-0-{RATES[0]:g}-rounded")
         k3 = table.loc[table["arm"] == pair[1], "k3"].median()
         rows.append((f"`{arm}`", *(format_setting(table, each) for each in pair), f"{k3:.2g}"))
-    return format_markdown(("arm, in step", "engine as the trainer", "its weights rounded", "k3, rounded"), rows)
+    return format_markdown(("arm, in step", "weights of the trainer", "rounded weights", "k3, rounded weights"), rows)
 
 
 def build_tables(whole: pandas.DataFrame, in_process: pandas.DataFrame) -> list[list[str]]:
