@@ -115,12 +115,12 @@ def test_other_denominators_stop_after_the_update(engine: Any, name: str, factor
     if factor == 1:
         check_shares(shares, 1)
     else:
-        with pytest.raises(LivenessError, match=f"^{name}, by which verl divides the loss, does not match"):
+        with pytest.raises(LivenessError, match=f"^verl divides the loss by {name}, but"):
             check_shares(shares, 1)
 
 
 def test_another_dp_size_stops_in_the_worker(engine: Any, sent: Any) -> None:
-    with pytest.raises(SealError, match="dp_size, by which verl multiplies the loss, is 2 in a micro-batch of 1"):
+    with pytest.raises(SealError, match="verl multiplies the loss by dp_size, which is 2 in a micro-batch of 1"):
         update(engine, sent.clone(recurse=False), first=False, change={"dp_size": 2})
 
 

@@ -1,4 +1,4 @@
-"""Declarations of a configuration section's keys: accepted values, defaults, when a key is read, and its problems."""
+"""Declarations of the keys of a configuration section, and the problems found in their values."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class Configured:
         Args:
             sets: the overrides that fix the problem, or keys and their values.
             parts: corrections that the problem concerns; None: the ``parts`` of this configuration.
-            alongside: other keys whose values make this key's value a problem; a mapping overrides their present
-                values.
+            alongside: other keys that contribute to the problem; a mapping also overrides their present values.
             more: a ``value`` that is not in the configuration, or other fields of ``Problem``.
         """
         overrides = [set_to(*each) for each in sets.items()] if isinstance(sets, Mapping) else sets
@@ -81,7 +80,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that the values of two keys must not contradict each other.
+    """A rule that is broken if the values of two keys contradict each other.
 
     Attributes:
         key: the key that is reported.
@@ -106,7 +105,7 @@ class Section:
         path: for example ``offpolicy.staleness``.
         shipped: the defaults, from the shipped YAML.
         keys: name -> declaration.
-        rules: contradictions to look for once every value is accepted.
+        rules: rules to check if every single value is accepted.
         hints: each key that is null by default -> a value to suggest for it.
     """
 
@@ -122,11 +121,11 @@ class Section:
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
     def find_problems(self, config: Any) -> Iterator[Problem]:
-        """Find unknown keys and invalid values; if there are none, find unused keys and contradictions."""
+        """Find unknown keys and invalid values; if there are none, find unused keys and broken rules."""
         yield from self.check(self.read(config))
 
     def check(self, given: Any) -> Iterator[Problem]:
-        """Find the problems that ``find_problems`` finds, in plain values."""
+        """Find the same problems as ``find_problems``, but in plain values."""
         if given is None:
             return
         if not isinstance(given, Mapping):
@@ -148,8 +147,7 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build an override with the intended value, else with the default, or with the hint if null switches the key
-        off."""
+        """Build an override with the value that was probably meant, or else with the default, or the hint for null."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)

@@ -1,4 +1,4 @@
-"""Adapter that reads verl's micro-batch and writes weights to it; only this module depends on its keys and layouts.
+"""Adapter that reads verl's micro-batch and writes weights to it; only this module depends on verl's keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
@@ -48,11 +48,11 @@ from .weight_versions import (
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by this
 PI_OLD = "offpolicy_pi_old"
-"""Key in the loss's data: log pi_old, even if it is not finite, for terms with their own ratio."""
+"""Key in the loss's data: log pi_old for terms with their own ratio; may contain non-finite values."""
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
 """Key of a model output: log-probs over the whole vocabulary; set if ``log_probs`` cover only the replayed support."""
 WITHHELD = "offpolicy_withheld"
-"""Key of a model output: flags of tokens that the policy term omits (support unknown), stored one position early."""
+"""Key of a model output: flags of tokens of unknown support, which the policy term omits; stored one position early."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output and of a recorded column: the size of each token's support, 0 if unknown."""
 LIKELIEST_LOG_PROBS = "offpolicy_likeliest_log_probs"
@@ -68,24 +68,24 @@ _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, from which a loss can be computed again.
+    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, which allow a loss to be recomputed.
 
     Gradients flow through ``log_prob``; ``responses`` are token ids.
 
     Attributes:
-        old_log_prob: pi_old as sent; ``choose_pi_old`` decides which pi_old a correction uses.
+        old_log_prob: log pi_old as sent; ``choose_pi_old`` returns the log pi_old that a correction uses.
         versions: versions of the weights that sampled each row, or each token; None if verl does not record them.
         plan: the trainer's constants for the whole batch; None if the trainer sent none.
         scale: (B,) float64 factors of ``denominator=kept`` or ``nonfinite=excluded``; None if the trainer sent none.
-        counted: a deferred value that raises an exception if the scale was counted over mini-batches that differ from
-            the engine's.
-        withheld: (B, T) bool, tokens left out of the policy term, masks and statistics under any correction; None for
+        counted: a deferred value that raises an exception if ``scale`` was computed for other mini-batches than the
+            engine's.
+        withheld: (B, T) bool, tokens that are excluded from the policy term, masks and statistics; None if there are
             none.
         last: True if verl reports that the rows belong to the update's last mini-batch.
         marks: the trainer's request for a proof, see ``PROVE``: 1 or 2 for each marked row.
         layout: position of the responses in the model output; None if the responses have already been extracted and
             padded.
-        model_output, data: arguments with which the engine calls its loss; empty for rows from ``detached``.
+        model_output, data: arguments of the engine's call to its loss; empty for rows from ``detached``.
     """
 
     responses: Tensor
@@ -129,14 +129,14 @@ class MicroBatch:
         }
 
     def detached(self) -> MicroBatch:
-        """Detach the rows from the gradient; the copy does not keep the engine's tensors alive."""
+        """Return a copy of the rows that is detached and does not keep the engine's tensors alive."""
         return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
 
     def padded_output(self) -> Mapping[str, Any]:
         """Pad the log-probs and entropy of the model output, in a form that verl's loss accepts.
 
         Raises:
-            PatchError: verl's padding function has moved, see ``accept_padded``.
+            PatchError: verl's padding function is not where it is expected, see ``accept_padded``.
         """
         if self.layout is None:
             return self.model_output
@@ -147,7 +147,7 @@ class MicroBatch:
         return changed
 
     def leaf(self) -> tuple[dict[str, Any], Tensor]:
-        """Copy the model output, detached, with its log-probs as a new leaf tensor and no token withheld.
+        """Copy and detach the model output; its log-probs become a new leaf tensor, and no token is withheld.
 
         Returns:
             The model output for a loss, and the (total tokens,) leaf at which the gradient must be taken.
@@ -185,7 +185,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
     """Read the tensors of a correction, padded with zeros to the longest response of the micro-batch.
 
     Raises:
-        KeyError: mu or another key is missing from the micro-batch; the message says what to set.
+        KeyError: mu or another key is missing from the micro-batch; the message names the setting that adds the key.
     """
     for key in _NEEDED:
         if key not in data.keys():
@@ -284,10 +284,10 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
 
 
 def read_scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
-    """Read the factor of each row, (B,), that ``denominator=kept`` or ``nonfinite=excluded`` needs."""
+    """Read each row's factor, (B,), for ``denominator=kept`` or ``nonfinite=excluded``."""
     if batch.scale is None:
         asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
-        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} needs its count.")
+        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss, but {asked} needs this column.")
     return batch.scale
 
 
@@ -323,7 +323,7 @@ def count_unknown_versions(batch: MicroBatch) -> dict[str, Statistic]:
 
 
 def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
-    """Compare each sealed column with the values that arrived; None if the plan lists no seals.
+    """Compare the values that arrived with each column's seal (checksum); None if the plan lists no seals.
 
     Raises:
         SealError: a seal or a sealed column is missing; or, when fetched, a column has changed.
@@ -334,7 +334,7 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
     # TransferQueue returns every column with more than one number per row as a nested tensor.
     seals = {name: flatten(seal).view(len(batch.responses), -1) for name, seal in came.items()}
     if lost := set(batch.plan.sealed) - set(seals):
-        raise SealError(f"the seals of {', '.join(sorted(lost))} did not reach the loss with these sequences.")
+        raise SealError(f"the checksums of {', '.join(sorted(lost))} did not reach the loss with these sequences.")
     by_token, by_row = batch.loss_columns(), {}
     if batch.versions is not None:
         by_row[VERSIONS_SEALED] = torch.stack((batch.versions.oldest, batch.versions.newest), dim=-1)
@@ -370,10 +370,10 @@ def check_engine(batch: MicroBatch) -> DeferredValue[None]:
 
 
 def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
-    """Map each part to the bounds that the trainer sent with this update.
+    """Return part -> the bounds that the trainer sent with this update.
 
     Raises:
-        KeyError: the sent parts differ from ``names``, whose bounds move.
+        KeyError: the trainer sent bounds for other parts than ``names``, the parts with moving bounds.
     """
     sent = _plan(batch).bounds
     if set(sent) != set(names):
@@ -410,7 +410,7 @@ def _plan(batch: MicroBatch) -> SharedPlan:
 
 
 def _counted(data: TensorDict) -> DeferredValue[None] | None:
-    """Check that the count of ``denominator=kept`` equals the engine's."""
+    """Check that ``denominator=kept`` used the engine's token counts."""
     if SCALE not in data.keys():
         return None
     engine = tu.get_non_tensor_data(data, "batch_num_tokens", None)
@@ -418,7 +418,7 @@ def _counted(data: TensorDict) -> DeferredValue[None] | None:
     def judge(counted: list[int]) -> None:
         if any(one != engine for one in counted):
             raise ValueError(
-                f"the loss's denominator was counted over mini-batches of {sorted(set(counted))} response tokens, but "
+                f"the loss's denominator was computed for mini-batches of {sorted(set(counted))} response tokens, but "
                 f"the engine's mini-batch has {engine}: the batch was split differently than expected."
             )
 

@@ -1,10 +1,10 @@
 """Columns of verl's batches: layouts, padding, splits into rows of similar length, and TransferQueue.
 
 verl's ``no_padding_2_padding`` slices row by row, reads the lengths from the device, and needs one torch pass per
-nested column. This module uses one index table for every column, without a host transfer.
+nested column. This module uses one index table for all columns and needs no host transfer.
 
-verl's loss uses the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
-micro-batch. ``preflight.checks.base_loss`` checks this for the configured loss.
+verl's loss uses the denominators of the whole mini-batch, so a micro-batch can be split into parts whose losses add up
+to its loss. ``preflight.checks.base_loss`` checks this for the configured loss.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Layout:
         Padding is 0.
 
         Args:
-            values: (total tokens,) or (total tokens, K); each token's position holds the value of the next token.
+            values: (total tokens,) or (total tokens, K); each position contains the value of the next token.
         """
         return self._gathered(values, self._of_output)
 
     def place(self, values: Tensor, total: int) -> Tensor:
-        """Put (B, T) values at the positions from which ``responses_of`` reads them: (total,), zeros elsewhere.
+        """Inverse of ``responses_of``: place (B, T) values in a (total tokens,) tensor, with zeros elsewhere.
 
-        This waits for the device.
+        This function synchronises with the device.
         """
         there = ~self.absent
         placed = values.new_zeros(total)
@@ -120,7 +120,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def nest_like(values: Tensor, like: Any) -> Tensor:
-    """Nest concatenated rows in the way ``like`` is nested; return them unchanged if ``like`` is not nested."""
+    """Nest concatenated rows with the layout of ``like``; return them unchanged if ``like`` is not nested."""
     return torch.nested.nested_tensor_from_jagged(values, like.offsets()) if like.is_nested else values
 
 
@@ -153,7 +153,7 @@ def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
 
 
 AT_ONCE = 1 << 18
-"""Maximum padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
+"""Maximum number of padded tokens in a part, unless a single row is longer; a smaller micro-batch is not split."""
 FEW = 1 << 15
 """Number of padded tokens up to which rows stay in one part, even if their lengths differ widely."""
 _UNREAD = ("multi_modal_inputs",)
@@ -164,13 +164,12 @@ MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 
 
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
-    """Split the micro-batch that the engine passes to its loss; gradients flow through the parts' outputs to the whole.
+    """Split the micro-batch that the engine passes to its loss; gradients flow from the parts back to the whole.
 
     A micro-batch with few tokens is not split. For all other micro-batches, row lengths are read from the device.
 
     Args:
-        model_output: contains log-probs that are nested, or (B, T) from a legacy actor, whose rows do not include
-            prompts.
+        model_output: contains nested log-probs, or, from a legacy actor, (B, T) log-probs of the responses only.
     """
     of_engine = model_output["log_probs"].is_nested
     if of_engine is not ("prompts" in data.keys()):
@@ -199,7 +198,7 @@ def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
     cut = data.select(*data.keys())
     for name, column in data.items():
         padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1
-        # The engine has counted the whole loss_mask, including padding, so the loss compares the whole mask.
+        # The engine has summed the whole loss_mask, including padding, so the loss must compare the whole mask.
         if not padded or name in ("prompts", "loss_mask"):
             continue
         axis = column.dim() - 1 if name == "position_ids" else 1
@@ -209,8 +208,9 @@ def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
 
 
 def group_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Group rows so that a group padded to its longest row has at most ``AT_ONCE`` tokens, usually less than half of
-    which are padding; a longer row is its own group.
+    """Group rows so that a padded group has at most ``AT_ONCE`` tokens; a longer row is its own group.
+
+    Usually, less than half of a group's tokens are padding.
 
     Example:
         >>> group_rows([200, 40_000, 256])
@@ -229,7 +229,7 @@ def group_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 def take_rows(model_output: Mapping[str, Any], data: TensorDict, rows: Sequence[int]) -> MicroBatchPart:
     """Take rows of a micro-batch, in this order; differentiable."""
-    from verl.utils import tensordict_utils as tu  # what-if reads this module without verl
+    from verl.utils import tensordict_utils as tu  # what-if imports this module without verl
 
     by_row = {
         key: value for key, value in model_output.items() if isinstance(value, Tensor) and len(value) == len(data)

@@ -1,7 +1,7 @@
-"""The plan that the trainer sends with each update, and the mini-batch whose denominators verl's loss uses.
+"""The plan that the trainer sends with each update, and the denominators of verl's loss.
 
 The plan contains batch-level constants, which are computed before the first gradient step. It is sent with the batch:
-values common to all rows as a non-tensor, values per row as a column.
+values shared by all rows as a non-tensor, and per-row values as columns.
 
 verl adds up the losses of micro-batches and ranks. ``agg_loss`` divides each loss by ``batch_num_tokens`` or by
 ``global_batch_size``, and multiplies it by ``dp_size``, because the engine averages gradients over the ranks.
@@ -46,8 +46,8 @@ SCALE = "offpolicy_scale"
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 """Key of the (B,) number of counted response tokens in each row's mini-batch, over all ranks."""
 PROVE = "offpolicy_prove"
-"""Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, or 2 if trials also run in that
-micro-batch. The column is read only if ``SharedPlan.prove`` is true."""
+"""Key of the (B,) int64 column that requests proofs: 1 if a row's micro-batch must be proved, 2 if it must also run
+trials. The column is read only if ``SharedPlan.prove`` is true."""
 PROVE_EVERY = "offpolicy.prove_every"
 """Configuration key of the number of updates between two proofs."""
 UID = "offpolicy_uid"
@@ -57,8 +57,8 @@ REWARD = "offpolicy_reward"
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
-"""Columns from which a plan is built, plus ``VERSIONS`` if verl does not keep ``EXTRA_FIELDS``; either of these two may
-be missing."""
+"""Columns from which a plan is built. ``VERSIONS`` is added if verl does not keep ``EXTRA_FIELDS``; either of these two
+may be missing."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class SharedPlan:
     """Values shared by every row of a batch.
 
     Attributes:
-        step: the trainer's step, from which the age of a row's weights is counted.
+        step: the trainer's step; the age of a row's weights is counted back from this step.
         constants: constants of the correction.
         shadow_constants: constants of the shadow corrections, by name.
         update: order of the rows; set if the update must be recorded.
-        bounds: part -> the bounds of this update, for masks and a weight (``WEIGHT``) whose bounds move.
-        sealed: columns whose seals are sent with the batch, see ``seals``.
+        bounds: part -> its bounds in this update, for all masks and the weight (``WEIGHT``) whose bounds move.
+        sealed: columns whose checksums are sent with the batch, see ``seals``.
         prove: whether the micro-batches of the rows that ``PROVE`` marks must be proved.
     """
 
@@ -146,8 +146,8 @@ def build_plan(
 
     Args:
         step: the trainer's step.
-        rows: returns the batch with ``COLUMNS``; called only if needed.
-        batch_split: returns verl's split of the batch; called only if needed.
+        rows: function that returns the batch with ``COLUMNS``; called only if needed.
+        batch_split: function that returns verl's split of the batch; called only if needed.
         bounds: bounds of parts whose bounds move; ``spec`` already contains them.
     """
     if not (spec.recounts or any(each.needs_constants for each in (spec, *shadows.values()))):
@@ -178,8 +178,7 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
 
 
 def columns_to_seal(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the columns that need no seal: ``PROVE``, which the proofs report back, and counts, which the loss
-    checks."""
+    """Remove the columns that need no seal: the proofs report ``PROVE``, and the loss checks the counts."""
     return {name: column for name, column in columns.items() if name not in (PROVE, MINI_BATCH_TOKENS)}
 
 
@@ -295,8 +294,8 @@ def _read_columns(
 
 
 Shares = dict[str, float]
-"""Maps each of verl's denominators to the total share that some micro-batches contribute to it. All micro-batches of an
-optimizer step, over all ranks, contribute a share of 1."""
+"""Maps each of verl's denominators to the share that some micro-batches contribute to it. The shares of all
+micro-batches of an optimizer step, over all ranks, add up to 1."""
 _TOKENS, _ROWS = "batch_num_tokens", "global_batch_size"
 
 
@@ -305,7 +304,7 @@ def mini_batch_mean(values: Tensor, response_mask: Tensor, actor_config: Any, da
 
     Args:
         actor_config: verl's ActorConfig.
-        data: the micro-batch that the engine hands to its loss.
+        data: the micro-batch that the engine passes to its loss.
     """
     from verl.trainer.ppo.core_algos import agg_loss
 
@@ -333,7 +332,7 @@ def check_ranks(data: TensorDict, dp_group: Any) -> None:
     if dp_group is None or sent is None or sent == (ranks := torch.distributed.get_world_size(dp_group)):
         return
     raise SealError(
-        f"dp_size, by which verl multiplies the loss, is {sent} in a micro-batch of {ranks} data-parallel ranks. Code "
+        f"verl multiplies the loss by dp_size, which is {sent} in a micro-batch of {ranks} data-parallel ranks. Code "
         f"between engine and loss changed it. The optimizer has not stepped."
     )
 
@@ -374,8 +373,8 @@ def check_shares(shares: Shares, steps: int) -> None:
     for name, share in shares.items():
         if not (math.isnan(share) or abs(share - steps) <= 1e-6 * max(steps, 1)):
             raise LivenessError(
-                f"{name}, by which verl divides the loss, does not match its mini-batches, which add up to {share:.6g} "
-                f"times its value in {steps} optimizer steps. Code between trainer and loss changed it."
+                f"verl divides the loss by {name}, but the micro-batches of {steps} optimizer steps add up to "
+                f"{share:.6g} times {name} instead of {steps} times. Code between trainer and loss changed it."
             )
 
 

@@ -1,5 +1,4 @@
-"""Seals are per-row hashes of the columns that the loss reads. They are computed with the column and checked in the
-loss.
+"""Seals: per-row hashes of the columns that the loss reads, computed at the columns' source and checked in the loss.
 
 The hash is the sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the
 number of response tokens in the row up to this token, and the seed depends on the dtype. ``mix`` is the finaliser of
@@ -39,7 +38,7 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; values outside the mask are ignored.
+    """Hash each row's tokens and values where the mask is true, (B,) int64; a row without such a token has hash 0.
 
     The hash changes if any token, any bit of a value, the order of tokens or values, or the dtype of the values
     changes.
@@ -94,7 +93,7 @@ def hash_numbers(values: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """Mix the bits in place; only temporaries need further memory."""
+    """Mix the bits in place; additional memory is needed only for temporaries."""
     value ^= _shifted(value, 30)
     value *= _FIRST
     value ^= _shifted(value, 27)
@@ -117,8 +116,7 @@ INPUT = "model_input"
 
 
 class LivenessError(RuntimeError):
-    """A configured correction has no proven effect; the message names the correction, and says what was found
-    instead."""
+    """A configured correction has no proven effect; the message names the correction and what was found instead."""
 
 
 class SealError(LivenessError):
@@ -136,7 +134,7 @@ def key_of(column: str) -> str:
 def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
     """Seal per-token columns, (B, 3) int32 each: the hash in two halves, and the bits of the mean.
 
-    Values are sealed as float32, whatever their dtype in the batch.
+    Values are converted to float32 before they are sealed, regardless of their dtype in the batch.
 
     Args:
         tokens: (B, T) int64, or nested by row, like the other columns.
@@ -190,7 +188,7 @@ def compare(
     by_row: Mapping[str, Tensor],
     plan: int,
 ) -> DeferredValue[None]:
-    """Compare the loss's columns with their seals; the returned value raises ``SealError`` when it is fetched.
+    """Compare the loss's columns with their seals; fetching the result raises ``SealError`` if a column has changed.
 
     Rows without a response token are skipped, because the loss reads none of their values.
 
@@ -205,7 +203,10 @@ def compare(
         SealError: a sealed column is missing.
     """
     if absent := sorted(set(seals) - {*by_token, *by_row, PLAN_HASH}):
-        raise SealError(f"{', '.join(absent)} did not reach the loss, although they were sealed for these sequences.")
+        raise SealError(
+            f"{', '.join(absent)} did not reach the loss, although checksums of these columns were sent with the "
+            "sequences."
+        )
     values = [column.detach().float() for column in by_token.values()]
     found = dict(zip(by_token, hash_columns(tokens, mask, values).unbind(-1), strict=True))
     found |= {name: hash_numbers(values) for name, values in by_row.items()}
@@ -244,7 +245,7 @@ def compare(
 
 
 def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted: Tensor | None) -> DeferredValue[None]:
-    """Compare the loss's tokens and mask with the engine's; the returned value raises ``SealError`` when it is fetched.
+    """Compare the loss's tokens and mask with the engine's; fetching the result raises ``SealError`` if they differ.
 
     Args:
         tokens: (B, T).
@@ -290,7 +291,7 @@ class SealedRows:
         self._seals |= build_seals(self.tokens, self._mask, columns)
 
     def moved_to(self, keys: Sequence[str], tokens: Tensor, mask: Tensor) -> SealedRows:
-        """Return the seals of the rows ``keys``, a subset of these rows."""
+        """Return the seals of the rows with these keys, a subset of all rows."""
         place = {key: row for row, key in enumerate(self.keys)}
         rows = torch.tensor([place[key] for key in keys])
         moved = SealedRows(keys, tokens, mask)
@@ -303,15 +304,15 @@ class SealedRows:
         return list(self._seals)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the seals as columns that travel with the batch."""
+        """Return the seals as columns to send with the batch."""
         return {key_of(name): seal for name, seal in self._seals.items()}
 
 
 def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
     """Compute a 64-bit checksum of each row's response tokens and their mu, bitwise; padding is ignored.
 
-    The checksum ties mu to its tokens, because it changes with any shift, permutation of rows, cast or replacement.
-    Rows without a response token are skipped.
+    Any shift, cast or replacement of mu, and any permutation of its rows, changes the checksum, so it ties mu to its
+    tokens. Rows without a response token are skipped.
 
     Args:
         responses: (B, T) token ids, or nested by row, like the other columns.
@@ -359,12 +360,12 @@ def _combine(hashes: Tensor) -> Tensor:
 def find_difference(
     sent: Mapping[str, int], seen: Iterable[int], left: Mapping[str, str] | None = None, epochs: int = 1
 ) -> str | None:
-    """Compare rows by their hashes, see ``seals.hash_rows``; the loss receives each row once per epoch.
+    """Compare the rows sent with the rows received, by hash; the loss receives each row once per epoch.
 
     Args:
         sent: key of each row -> hash of the row.
         seen: hashes that the loss has reported, in any order.
-        left: key of each row that the loss must not receive -> the reason.
+        left: key of each row that was removed, so that the loss must not receive it -> the reason.
         epochs: number of times that the loss receives each row.
 
     Returns:

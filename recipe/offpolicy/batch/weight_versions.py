@@ -1,8 +1,8 @@
 """Versions of the weights that sampled each row and each token, as recorded by agent loops and ``staleness.client``.
 
 A chunk is (version, tokens): the tokens that one attempt at a request sampled. A turn consists of the chunks of one
-request, and a row has one or more turns. Turns are aligned with the runs of the response mask, which tool outputs
-interrupt.
+request, and a row has one or more turns. Tool outputs split the response mask into runs, and each turn is aligned with
+one run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_
 from .seals import SealError
 
 EXTRA_FIELDS = "extra_fields"
-"""Key of the per-row mappings in which verl's V1 trainer stores the versions."""
+"""Key of each row's mapping in which verl's V1 trainer stores the versions."""
 OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
-"""Keys of these mappings and of a row's tags: versions of the weights that sampled its first and its last token."""
+"""Keys in these mappings and in a row's tags: versions of the weights that sampled the row's first and last token."""
 VERSION = "global_steps"
 """Key of the version that a rollout server returns with its answer."""
 VERSIONS = "offpolicy_versions"
@@ -65,15 +65,15 @@ class RowVersions:
         return spread_over_tokens(self.oldest, like)
 
     def column_to_seal(self, like: Tensor) -> Tensor:
-        """Compute everything that a loss reads from a row's versions: int64 per token, in the layout of ``like``.
+        """Encode all version information that a loss reads: int64 per token, in the layout of ``like``.
 
         The value is the token's version or, if that is unknown, -1 minus the oldest version of the row.
         """
         return spread_over_tokens(torch.where(self.oldest == self.newest, self.oldest, -1 - self.oldest), like)
 
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
-        """Compute the ages in ``step`` on the device of ``like``, int64 >= 0: (B,), from each row's oldest version."""
-        # Step s starts with the weights of version s - 1.
+        """Compute each row's age in ``step`` from its oldest version: (B,) int64 >= 0, on the device of ``like``."""
+        # At the start of step s, the weights have version s - 1.
         return (step - 1 - self.oldest).clamp(min=0).to(like.device)
 
     def check_ages(self, spec: CorrectionSpec) -> None:
@@ -97,12 +97,12 @@ class RowVersions:
             other = "" if part.by_staleness is None else f", or correction.{key}.by_staleness=null"
             raise ValueError(
                 f"correction.{key}.{at}={format_value(value)}: {mixed} sequences were sampled by several versions of "
-                f"the weights, and the version of each token is unknown, for example because the client or the agent "
-                f"loop is your own. Set correction.{key}.level=sequence, which uses the age of the first token{other}."
+                "the weights, and the version of each token is unknown, for example because you use a custom client "
+                f"or agent loop. Set correction.{key}.level=sequence, which uses the age of the first token{other}."
             )
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
-        """Flag, as (B,) bool, the rows that have a token of unknown version.
+        """Flag the rows that have a token of unknown version: (B,) bool.
 
         Args:
             response_mask: (B, T) bool.
@@ -143,7 +143,9 @@ def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: i
     if versions is None or step is None:
         key = spec.age_keys[0]
         lacking = "the trainer's step" if step is None else "the version of the weights that sampled each row"
-        raise ValueError(f"correction.{key} depends on the age of the weights, but the batch lacks {lacking}.")
+        raise ValueError(
+            f"correction.{key} depends on the age of the weights, but the batch does not contain {lacking}."
+        )
     versions.check_ages(spec)
 
 
@@ -164,7 +166,7 @@ Chunk = tuple[int, int]
 CHUNKS = "offpolicy_chunks"
 """Key of a row's turns in its extra fields."""
 CHUNK_SEALS = "offpolicy_chunk_seals"
-"""Key, in a row's extra fields, of the turns' hashes, which the client that recorded the chunks computes."""
+"""Key, in a row's extra fields, of the hashes of its turns, computed by the client that recorded the chunks."""
 UNKNOWN = -1
 """Value for tokens of unknown version, and outside the response mask."""
 
@@ -176,7 +178,7 @@ class TokenVersions(RowVersions):
     """Versions of the weights, per row as verl records them, and per token.
 
     Attributes:
-        tokens: int64 in the layout of the response mask; ``UNKNOWN`` in rows whose chunks do not fit.
+        tokens: int64 in the layout of the response mask; ``UNKNOWN`` in rows whose chunks do not match the mask.
     """
 
     tokens: Tensor
@@ -198,7 +200,7 @@ class TokenVersions(RowVersions):
         return rows.to_given_layout((step - 1 - self._replace_unknown(rows, self.oldest)).clamp(min=0))
 
     def check_ages(self, spec: CorrectionSpec) -> None:
-        """Accept all parts, because a row whose chunks do not fit has the age of its first token."""
+        """Accept all parts, because a row whose chunks do not match its mask has the age of its first token."""
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
         return (response_mask & (self.tokens == UNKNOWN)).any(-1)
@@ -229,7 +231,7 @@ def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
     """Read the versions of a batch: per token if a row has chunks, otherwise per row; None if verl records none.
 
-    In a row that was sampled by one version, according to verl and to the row's chunks, each token has that version.
+    If verl and the chunks agree that one version sampled a whole row, all tokens of the row have that version.
 
     Args:
         response_mask: (B, T) or nested by row.
@@ -239,7 +241,7 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
     if by_row is None or all(row.get(CHUNKS) is None for row in fields):
         return by_row
     one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
-    # The mappings are read instead of tensors, because a read from a tensor may have to wait for a device.
+    # The mappings are read instead of tensors, because reading from a tensor may synchronise with a device.
     turns = []
     for row in fields:
         oldest, newest, chunks = (row.get(name) for name in (OLDEST_VERSION, NEWEST_VERSION, CHUNKS))
@@ -335,7 +337,7 @@ def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tenso
 
 
 def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
-    """Tabulate each row's chunks, (3, B, C + 1) int64: the end in the turn plus _TURN times the turn; turn; version.
+    """Tabulate each row's chunks, (3, B, C + 1) int64: end within the turn + _TURN * turn, turn, and version.
 
     Positions without a chunk have turn -1; a row with decreasing versions has no chunks.
     """
@@ -359,7 +361,7 @@ def _list_chunks(row: Sequence[Sequence[Chunk]]) -> list[tuple[int, int, int]]:
 
 
 def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Tensor]:
-    """Find the per-token versions to seal, by name of the seal; empty if ``spec`` reads none or verl records none.
+    """Return name of the seal -> the versions to seal; empty if ``spec`` reads no versions or verl records none.
 
     Args:
         rows: contains "response_mask" and the keys that ``read_versions`` reads.

@@ -1,1 +1,1 @@
-"""The liveness proof: gradient checks and trials in the worker, the verdict in the trainer, and checks of mu."""
+"""The liveness proof: the worker checks gradients and runs trials, and the trainer checks the results and mu."""

@@ -1,4 +1,4 @@
-"""Worker side of the liveness proof, which collects evidence from one micro-batch.
+"""Worker side of the liveness proof: collects evidence from one micro-batch.
 
 ``prove`` compares the gradient that arrives at the log-probs in the engine's own backward pass with weight * keep *
 verl's own gradient. Where mu equals pi_old, even a correction without effect passes this comparison. ``prove``
@@ -129,7 +129,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and a few more; further rows would add no evidence, because trials set the log-probs."""
+    """Take the longest row and a few more; all trials replace the log-probs, so further rows would add no evidence."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -166,7 +166,7 @@ def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
 
 
 def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
-    """List each configured part as its own correction, as (Hydra path under ``correction``, spec)."""
+    """List a correction for each configured part, with only that part: (Hydra path under ``correction``, spec)."""
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
     weights = [(f"weights.{name}", CorrectionSpec(weights=((name, weight),))) for name, weight in spec.weights]
     if spec.weight is not None:
@@ -211,7 +211,8 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
     """Compare the gradients that arrive in the engine's backward pass with the expected gradients.
 
     Args:
-        watched: model outputs, nested or padded, each with its expected gradient, flattened, and the scale of an error.
+        watched: for each model output, nested or padded: the output, its flattened expected gradient, and the scale of
+            an error.
     """
     upstream: list[Tensor] = []
     errors: list[float] = []
@@ -237,8 +238,8 @@ def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
 
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the gradients with only ``spec`` active, on trials where it must act and on trials where it must not."""
-    # A trial tests each bound on all tokens, even those whose support is not known.
+    """Compare the gradients with only ``spec`` active, on trials in which it must and must not change the gradient."""
+    # A trial tests each bound on all tokens, even on tokens whose support is unknown.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     of_terms = {"kl_clip": try_kl, "kl_weight": try_kl_weight, "penalty": try_penalty, "centering": try_centering}
@@ -280,7 +281,7 @@ def _proximal_trial(batch: mb.MicroBatch) -> Trial:
     log_prob = batch.log_prob.double()
     moved = replace(
         batch,
-        # The decoy is far enough from mu to change the gradient visibly.
+        # The decoy is far enough from mu to change the gradient measurably.
         old_log_prob=(log_prob + 30 * BEYOND).float(),
         rollout_log_prob=(log_prob + 5 * BEYOND).float(),
         advantages=torch.ones_like(batch.advantages),

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 HIGH = 0.95
-"""The higher of two different probabilities."""
+"""The higher probability whenever two policies must differ at a token."""
 MOST_UPWARD = 2.5
 """Largest KL(low, ``HIGH``), in nats, for any low probability; KL(``HIGH``, low) can be as large as 12.9."""
 
 
 def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
-    """Compute the log-ratio of one token at which the aggregate's sum is ``value``, with sign ``free`` if possible."""
+    """Compute one token's log-ratio for which the aggregate's sum is ``value``; the sign is ``free`` if possible."""
     match aggregate.split("_")[0]:
         case "k1":
             return -value
@@ -53,7 +53,7 @@ def _invert_k3(value: Tensor, sign: float) -> Tensor:
 
 
 def place_gap(at: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose two probabilities for each token that differ by ``gap`` where ``at`` is true, and are equal elsewhere.
+    """Choose two probabilities per token that differ by ``gap`` where ``at`` is true and are equal elsewhere.
 
     Args:
         at: (B, T) bool.
@@ -69,7 +69,7 @@ def place_gap(at: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
-    """Find the probability below ``HIGH`` at which the binary KL divergence between the two is ``value``.
+    """Find the probability below ``HIGH`` whose binary KL divergence from ``HIGH`` (or the reverse) is ``value``.
 
     Args:
         up: True if the numerator is ``HIGH`` and the denominator is the probability to find; False for the reverse.
@@ -93,7 +93,8 @@ def place_kl(aggregate: str, at: Tensor, value: Tensor, way: Tensor) -> tuple[Te
     Args:
         at: (B, T) bool.
         value: float64 that broadcasts against ``at``, the binary KL divergence at these tokens.
-        way: (B, T), positive where the numerator is the larger probability; the other way if ``value`` needs it.
+        way: (B, T), positive where the numerator should be the larger probability; reversed where ``value`` requires
+            it.
 
     Returns:
         (B, T) float64 of the numerator and of the denominator.

@@ -1,4 +1,4 @@
-"""Trials of weights and masks at level ``prefix``, where the decision on a token depends on all tokens up to it.
+"""Trials of weights and masks at level ``prefix``, where each decision depends on the current token and all before it.
 
 In each row, only one token has a nonzero log-ratio: the second token, if it exists. This token determines the value of
 every later prefix.
@@ -61,7 +61,7 @@ class _Place:
 
 
 def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a per-prefix weight: the raw weight at the moved token is beyond or inside each bound."""
+    """Build trials of a per-prefix weight, with the raw weight at the moved token beyond or inside each bound."""
     mask = batch.response_mask
     place = _Place.of(mask, 2)
     mean = MEAN_WEIGHT if spec.normalize else 1.0
@@ -106,7 +106,7 @@ def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[
 
 
 def build_prefix_mask_trials(spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a per-prefix mask: the moved token's prefix is beyond or inside each bound, for either sign."""
+    """Build trials of a per-prefix mask, with the moved token's prefix beyond or inside each bound, for both signs."""
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in list_bounds(spec):
         for sign in signs:
@@ -129,7 +129,8 @@ def _build_mask_trial(
     looks: bool = True,
     mixed: bool = False,
 ) -> Trial:
-    """Build a trial; ``looks``: the mask applies to this advantage sign; ``mixed``: later tokens have the opposite."""
+    """Build a trial; ``looks``: the mask applies to this advantage's sign; ``mixed``: later tokens have the other
+    sign."""
     mask = batch.response_mask
     by_mass = spec.aggregate.startswith("binary_")
     # The difference for two tokens may exceed the largest difference of one token's probabilities.

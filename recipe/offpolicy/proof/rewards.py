@@ -1,9 +1,8 @@
-"""Checks that rewards are finite, that rounding does not explain their spread, and that the estimator uses their
-positions.
+"""Checks of rewards: they must be finite, and the estimator must use their positions. Normalisation despite rounding.
 
-An advantage estimator that sums per-token rewards into one outcome assigns every token the same credit. The guard tests
-the configured estimator, even a custom one. It moves a reward within a sequence of a small batch and checks that the
-advantages change.
+An advantage estimator that sums per-token rewards into one outcome assigns every token the same credit. The guard in
+this module tests the configured estimator, even a custom one: it moves a reward within a sequence of a small batch and
+checks that the advantages change.
 """
 
 from __future__ import annotations
@@ -71,15 +70,15 @@ class Spread:
 
     Attributes:
         value: 0 or more, in the unit of the values.
-        certainty: 0 if rounding explains all of ``value``, 1 if ``value`` is at least twice what rounding explains,
-            linear in between.
+        certainty: 0 if rounding explains all of ``value``, 1 if ``value`` is at least twice the spread that rounding
+            explains, and linear in between.
     """
 
     value: float
     certainty: float
 
     def invert(self, otherwise: float = 0.0) -> float:
-        """Compute the normalising factor: 1 / value, or ``otherwise`` if rounding explains the spread; continuous.
+        """Compute the factor 1 / value, with a continuous transition to ``otherwise`` if rounding explains ``value``.
 
         With ``otherwise=0``, values that agree within rounding become 0. In all other cases, n normalised values are at
         most sqrt(n - 1) if they were centred, and at most sqrt(n) if they were divided by their root mean square.
@@ -95,8 +94,8 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
         values: (n,) float; the spread about the mean is 0 for fewer than two values.
         centred: True for the unbiased standard deviation about the mean; False for the root mean square, for a scale
             without centring.
-        size: magnitude of the numbers from which the values were computed, for example as differences; rounding is
-            relative to the larger of ``size`` and the largest value.
+        size: magnitude of the numbers from which the values were computed (for example as differences). The rounding
+            error is relative to the larger of ``size`` and the largest value.
 
     Raises:
         ValueError: a value is not finite.
@@ -132,12 +131,13 @@ class DenseRewardError(CheckError):
 
 
 class DenseRewardGuard:
-    """Guard that checks every batch until the estimator is known to use the positions of rewards.
+    """Guard that checks each batch until it is known that the estimator uses the positions of rewards.
 
     Args:
         config: configuration of the run.
         compute: verl's ``compute_advantage``.
-        outcome: names of estimators that are known to sum a sequence's rewards, in case the probe cannot run them.
+        outcome: names of estimators that are known to sum a sequence's rewards; used if the probe cannot run the
+            estimator.
     """
 
     def __init__(self, config: DictConfig, compute: Callable[..., Any], outcome: Collection[str] = ()) -> None:
@@ -165,8 +165,8 @@ class DenseRewardGuard:
             row, token = found
             reason = (
                 f"this estimator sums the rewards of a sequence into one outcome, but sequence {row} has a reward of "
-                f"{float(scores[found]):g} at token {token}, before its last token, so no token would receive its own "
-                f"credit."
+                f"{float(scores[found]):g} at token {token}, before its last token, so all tokens would receive the "
+                "same credit."
             )
             fix = f"Set {KEY}={BY_TOKEN} or gae, or put each sequence's reward on its last token."
             overrides = (set_to(KEY, BY_TOKEN),)

@@ -1,6 +1,6 @@
-"""Checks, at every update, that the rollout's log-probs are present and finite and belong to their tokens.
+"""Checks at every update that the rollout's log-probs are present, finite and aligned with their tokens.
 
-``verify`` checks only the updates with a proof. The checks in this module run at every update, and cost one checksum
+``verify`` runs a full proof only at some updates. The checks in this module run at every update; they cost one checksum
 per sequence and a few sign comparisons.
 
 The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however different the weights are. An
@@ -9,7 +9,7 @@ engine that samples from p but reports q yields the sum of p * pi_old / q instea
 a martingale over tokens, so responses may end at any token.
 
 With the same weights, the same engine computes the same log-prob for a token. In the first step of a run with
-``proximal=same_engine``, this is checked on every token, using the forward pass that later steps skip.
+``proximal=same_engine``, all tokens are checked for equal log-probs, using the forward pass that later steps skip.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..correction.statistics import DeferredValue
 from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agreements
 
 LEAST_TOKENS = 8
-"""Minimum number of tokens for a sequence, or a batch, to be judged."""
+"""Minimum number of tokens in a sequence, or in a batch, for a verdict."""
 FAR = 1.0
 """Smallest |log pi_old - log mu|, in nats, at which a token's mu may be a placeholder."""
 UNSURE = 0.1
@@ -45,7 +45,7 @@ class RolloutLogProbError(RuntimeError):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of log-probs that a server returned, and the texts of errors about this column.
+    """A column of log-probs that a server returned, and the wording of errors about this column.
 
     Attributes:
         most_nonfinite: largest accepted share of non-finite values.
@@ -66,7 +66,7 @@ def build_missing_error(present: object) -> RolloutLogProbError:
 
 
 def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
-    """Check from the values of mu alone that these values can be log-probs.
+    """Check that the values of mu can be log-probs, without comparing them with another policy.
 
     Args:
         rollout_log_prob: (B, T) log mu, or nested by row like the mask; or the column that ``column`` names.
@@ -179,7 +179,7 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
 
 
 def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
-    """Count all-zero rows, those that the trainer contradicts, the tokens of these rows, and all tokens: (4,) int64.
+    """Count all-zero rows, those that the trainer contradicts, the tokens of the latter, and all tokens: (4,) int64.
 
     Args:
         mu, trainer, mask: flat tensors of tokens in this layout.
@@ -194,7 +194,7 @@ def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor)
 
 def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
     zero, telling, tokens_of_zero, tokens = numbers
-    # Rows that are too short to be judged one by one are judged together.
+    # Rows that are too short for individual verdicts are checked together.
     together = tokens_of_zero >= max(LEAST_TOKENS, tokens // 2)
     if telling or together:
         raise column.error(
@@ -204,9 +204,10 @@ def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
 
 
 LEAST_ROWS, ENOUGH_ROWS = 32, 256
-"""Minimum number of responses for a judgement, and the number of responses after which the check ends."""
+"""Minimum number of responses for a verdict, and the number of responses after which the check ends."""
 TOLERANCE, ERRORS = 0.02, 5.0
-"""Excess of the mean over 1 that rounding may cause, and the number of standard errors (per response) added to it."""
+"""Largest excess of the mean over 1 that rounding may cause, and the number of standard errors (over responses) added
+to it."""
 _LARGEST = 20.0
 """Cap of a log-ratio before exp, in nats."""
 
@@ -274,7 +275,7 @@ _NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
 
 
 _NOT_READY = "fields are not ready"
-"""TransferQueue's error if only some rows lack a column; if all rows lack the column, it is omitted without an
+"""TransferQueue's error if only some rows lack a column. If all rows lack the column, TransferQueue omits it without an
 error."""
 
 
@@ -282,7 +283,7 @@ class RolloutChecker:
     """Checker of a run's batches, in the trainer's process.
 
     Args:
-        allow_unrelated: measure alignment, but never raise an error because of it.
+        allow_unrelated: measure alignment, but raise no error if mu is misaligned.
     """
 
     def __init__(self, *, allow_unrelated: bool = False) -> None:
@@ -312,7 +313,7 @@ class RolloutChecker:
             groups: prompt of each row.
 
         Raises:
-            RolloutLogProbError: mu was replaced with zeros, or is not the distribution from which tokens were sampled.
+            RolloutLogProbError: mu was replaced with zeros, or tokens were sampled from a different distribution.
             AlignmentError: mu is off by one token or belongs to other rows.
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)

@@ -1,4 +1,4 @@
-"""Trials of the terms outside the policy term, and the gradients that all parts of the proof compare."""
+"""Trials of loss terms other than the policy term, and the gradients that all parts of the proof compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class CorrectedLoss(Protocol):
-    """Interface of the loss that is proved, see ``worker.loss.OffPolicyLoss``."""
+    """Interface of the loss under test, see ``worker.loss.OffPolicyLoss``."""
 
     spec: CorrectionSpec
     prove: bool
@@ -81,7 +81,8 @@ def adapter_gradient(
 
 def isolate(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
     """Copy the installed loss, with ``spec`` as its only correction and without a proof."""
-    # This is a shallow copy of the installed loss, because a substitute class would prove nothing about that loss.
+    # The installed loss itself is copied (shallowly), because a substitute would prove nothing about the installed
+    # loss.
     alone = copy.copy(adapter)
     alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
     return alone
@@ -175,7 +176,7 @@ def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
                 ratios += [1.3 * bound, bound / 1.3]
     ratios += [1.7, 0.6, 1.0]
     count = like.shape[-1]
-    # Each position begins with a different ratio, so a few tokens suffice to show all bounds.
+    # Each position begins with a different ratio, so a few tokens suffice to test all bounds.
     turns = torch.arange(like.numel() // count)[:, None] + torch.arange(count)
     table = torch.tensor(ratios, dtype=torch.float64)[turns % len(ratios)].view(like.shape)
     # The masses of each policy sum to less than 1/2.
@@ -200,7 +201,7 @@ def _split_kl(adapter: CorrectedLoss, batch: mb.MicroBatch) -> tuple[Tensor, Ten
 def _compare(
     adapter: CorrectedLoss, spec: CorrectionSpec, moved: mb.MicroBatch, demanded: Tensor, term: Tensor
 ) -> ShiftResult:
-    """Compare the adapter's gradient with the expected one, relative to the gradient of the tried term."""
+    """Compare the adapter's gradient with the expected gradient, relative to the gradient of the term under test."""
     error = (adapter_gradient(adapter, spec, moved, BatchConstants()) - demanded).abs().max()
     scale = term.abs().max()
     return ShiftResult(relative_error(error, scale), vacuous=not float(scale))
@@ -233,7 +234,7 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
     """Compare the gradient of the KL term, at ratios inside and outside its bound, with verl's own at ratio 1.
 
     With d = log pi_ref - log pi and verl's slope k'(d), the slope of the term r k is r (k + k'), or upper k' once the
-    ratio is bounded. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
+    ratio exceeds the bound ``upper``. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
     """
     assert spec.kl_weight is not None
     upper = spec.kl_weight.upper
@@ -244,7 +245,7 @@ def try_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroB
     share = -apart if of_k1 else (torch.expm1(apart) - apart) / -torch.expm1(apart)
     results = []
     for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
-        # The other ratio is the inverse, so the comparison detects the use of the wrong ratio.
+        # The ratio that must not be used is set to the inverse, so the comparison detects its use.
         shifted, other = log_prob - math.log(ratio), log_prob + math.log(ratio)
         old, mu = (other, shifted) if spec.kl_weight.ratio == "full" else (shifted, other)
         moved = replace_policies(batch, old=old, mu=mu, advantages=torch.zeros_like(log_prob))
@@ -261,7 +262,7 @@ def try_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBat
     """Compare a penalty's gradient with 2 c log r, where r is its own ratio and the policy term has no gradient."""
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
-    # The shift in either direction is large enough that the penalty's gradient is as large as a policy term's.
+    # The shift is large enough, in either direction, that the penalty's gradient is as large as that of a policy term.
     shifted = log_prob - _alternate(log_prob, min(0.25 / spec.penalty.coefficient, _FAR))
     old, mu = (log_prob, shifted) if spec.penalty.ratio == "full" else (shifted, log_prob)
     moved = replace_policies(batch, old=old, mu=mu, advantages=torch.zeros_like(log_prob))

@@ -1,11 +1,10 @@
-"""Token alignment of mu: compares mu with the trainer's log-probs over whole batches to check that mu belongs to its
-tokens.
+"""Token alignment: compares mu with the trainer's log-probs over a batch to check that mu belongs to its tokens.
 
 If two rows differ at a position, the rollout engine and the trainer usually assign the higher log-prob to the same row.
 This is true for any mismatch, even with stale weights, so the share of pairs on which they agree is near 1. If the
 log-probs belong to other rows, engine and trainer agree only by chance, on half of the pairs. If the log-probs are off
-by one token, the agreement is better with the neighbouring token. Only signs are counted, so neither a drift common to
-all tokens nor one extreme token affects the result.
+by one token, shifting mu by one token improves the agreement. Only signs are counted, so neither a drift common to all
+tokens nor one extreme token affects the result.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ MOST_ELEMENTS = 1 << 18
 MOST_POSITIONS = 512
 """Maximum number of tokens per row that are compared."""
 LEAST_PAIRS = 128
-"""Minimum number of pairs at a lag for the concordance at this lag to be judged."""
+"""Minimum number of pairs at a lag for a verdict on the concordance at this lag."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
-"""Minimum number of rows for a judgement, and number of rows after which the counts are reset. Until then, updates are
+"""Minimum number of rows for a verdict, and number of rows after which the counts are reset. Until then, updates are
 pooled."""
 ROWS_OF_A_GROUP = 2
 """Maximum number of rows of one prompt that count as independent."""
 BETTER_BESIDE = 0.2
-"""Smallest gain in concordance from shifting mu by one token at which mu counts as off by one; higher for few rows."""
+"""If shifting mu by one token raises the concordance by at least this much, mu is off by one; the limit is higher for
+few rows."""
 
 LAGS = (-1, 0, 1)
 KINDS = ("rows", "siblings", "tokens")
@@ -60,7 +60,7 @@ class PairCounts:
         return PairCounts(pairs, agreeing, self.rows + other.rows)
 
     def is_enough(self, lag: int) -> bool:
-        """Return True if there are enough pairs at this lag to judge it."""
+        """Return True if there are enough pairs at this lag for a verdict."""
         return self.pairs[LAGS.index(lag)] >= LEAST_PAIRS
 
     def concordance(self, lag: int = 0) -> float:
@@ -169,8 +169,9 @@ def _tally(numbers: list[int]) -> AlignmentTally:
 def compute_chance_limit(rows: int) -> float:
     """Compute the concordance below which log-probs of this many rows count as misaligned.
 
-    By chance, the concordance is 0 with a standard deviation of about 0.7 / sqrt(rows). For an aligned mu, it is
-    usually >= 0.98. The lowest value observed was 0.44, with weights so stale that KL exceeds 1 nat per token.
+    For unrelated log-probs, the concordance is 0 with a standard deviation of about 0.7 / sqrt(rows). For an aligned
+    mu, it is usually >= 0.98. The lowest value observed was 0.44, with weights so stale that KL exceeds 1 nat per
+    token.
     """
     return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
 
@@ -185,10 +186,10 @@ class AlignmentChecker:
 
     Args:
         allow_unrelated: only measure, and never raise an error.
-        limit: rows -> concordance below which log-probs belong to other rows.
+        limit: number of rows -> concordance below which log-probs count as belonging to other rows.
         enough: number of rows after which the counts are reset.
         column, short: names that errors use for the column that is compared with the trainer's policy.
-        lost: the reason why the run stops if the column is unrelated.
+        lost: clause of the error that says what becomes impossible if the column is unrelated to the tokens.
     """
 
     allow_unrelated: bool = False
@@ -209,7 +210,7 @@ class AlignmentChecker:
             AlignmentError: mu is off by one token, or belongs to other rows.
         """
         together = vars(self._pending + tally)
-        # A few rows suffice if they have many tokens.
+        # A few rows are enough if they have many tokens.
         enough = {
             kind: count
             for kind, count in together.items()
@@ -257,7 +258,7 @@ Side = tuple[Tensor, ...]
 def _count_pairs(
     sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0
 ) -> Tensor:
-    """Count the pairs formed by the same (row, position) on both sides, with the mu of both sides taken at each lag.
+    """Count pairs of elements with the same index on both sides, with the mu of both sides shifted by each lag.
 
     Args:
         like: tensor on the device of all inputs.
@@ -301,7 +302,7 @@ def _shift(values: Tensor, lag: int) -> Tensor:
 
 
 def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
-    """Select evenly spaced rows if there are many, with rows of one prompt adjacent; None: all rows in their order."""
+    """Select evenly spaced rows if there are many, with rows of one prompt adjacent; None: all rows, unsorted."""
     most = max(16, MOST_ELEMENTS // max(1, width))
     if groups is None and rows <= most:
         return None

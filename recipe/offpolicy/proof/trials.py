@@ -1,8 +1,8 @@
-"""Trial micro-batches on which one correction must act in a known way, independent of the actual policies.
+"""Trial micro-batches on which the effect of one correction is known, regardless of the actual policies.
 
 Each trial changes mu and pi_old (and also pi for differences of probabilities, or the versions of the weights for ages)
-so that some units are just beyond or just inside a bound and all other units are far from it. The trial states the
-factor by which the correction must multiply each token's gradient. This factor is derived from the bound and the
+so that some units are just beyond or just inside a bound and all other units are far from that bound. The trial states
+the factor by which the correction must multiply each token's gradient. This factor is derived from the bound and the
 definition of the aggregate, without using the correction's code.
 """
 
@@ -40,7 +40,7 @@ BEYOND = 0.01
 
 MEAN_WEIGHT = 2.0
 _NEAR = 0.02
-"""Step from a bound, relative to the bound in nats; small enough to detect a bound with a different factor."""
+"""Step from a bound, as a fraction of the bound in nats; small enough to detect a bound with a wrong factor."""
 _LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
 _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
 """Aggregates whose bounds are ratios; they are compared in log space."""
@@ -69,10 +69,10 @@ class Trial:
 
 
 def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a weight: every other unit's raw weight is beyond or inside each bound, and the rest are 1.
+    """Build trials of a weight: every other unit's raw weight is beyond or inside a bound; all other weights are 1.
 
-    A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
-    sign of the advantage is tried with advantages of this sign, of the other sign, and of both signs in one row.
+    A weight with age-dependent bounds is tested at each age, on the unit of each row's first token. A weight for one
+    sign of the advantage is tested with advantages of this sign, of the other sign, and of both signs in one row.
     """
     return _try_each_age(spec, batch, _build_weight_trials)
 
@@ -82,7 +82,7 @@ Builder = Callable[[Part, MicroBatch], Iterator[Trial]]
 
 
 def _try_each_age(spec: Part, batch: MicroBatch, build: Builder[Part]) -> Iterator[Trial]:
-    """Build the trials; with age-dependent bounds, at each age that has a factor, and at one more age."""
+    """Build the trials; age-dependent bounds are tested at each age that has a factor, and at one greater age."""
     if spec.when == "post_tool":
         batch = open_second_turn(batch)
     factors: list[float] = list(spec.by_staleness or ())
@@ -116,8 +116,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None, spec)
-    # One token has the whole value of each unit, because rounding errors of thousands of tokens would exceed the
-    # tolerance.
+    # The whole value of each unit is placed on one token, because rounding errors of thousands of tokens would exceed
+    # the tolerance.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
@@ -145,7 +145,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a mask: every other unit is beyond each bound, or inside it, for advantages of either sign.
 
-    A mask on age, or with age-dependent bounds, is tried on the unit of each row's first token, the only aged token.
+    A mask on age, or with age-dependent bounds, is tested on the unit of each row's first token; only this token has an
+    age.
     """
     return _try_each_age(spec, batch, partial(_build_mask_trials, name))
 
@@ -172,7 +173,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
         if spec.when in ("negative", "positive"):
             yield build(side, there, -signs[0], beyond=False)
         if spec.when == "outward":
-            # Where the ratio may have either sign, the update reduces it.
+            # If the log-ratio may have either sign, the sign is chosen such that the update reduces the log-ratio.
             yield from (build(side, there, sign, beyond=True, inward=True) for sign in signs)
         if spec.when not in ("any", "post_tool"):
             # The mean advantage of the rows has the mask's sign, and later tokens have the opposite sign.
@@ -184,7 +185,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
 
 
 def list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
-    """Yield each bound as (side, bound): -1 or +1 for lower or upper, and nats of log-ratio or the bound's own unit."""
+    """Yield (side, bound) for each bound; side is -1 (lower) or +1 (upper), and bounds on ratios are log-ratios."""
     if spec.delta is not None:
         yield -1.0, -spec.delta
     elif spec.budget is not None:
@@ -203,7 +204,7 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
         return bound + (side if beyond else -side) * max(_NEAR * abs(bound), _LEAST)
     if not beyond:
         return bound / 2
-    # Differences of probabilities and squares of small ratios need a smaller step than nats do.
+    # Differences of probabilities and squares of small ratios need a smaller step than bounds in nats do.
     return bound + side * measure_step(spec, bound)
 
 
@@ -225,11 +226,10 @@ def mix_signs(mask: Tensor, sign: float) -> Tensor:
 def _place_policies(
     spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor, *, inward: bool = False
 ) -> tuple[MicroBatch, Tensor]:
-    """Build policies whose aggregate is ``value`` on every other unit and neutral elsewhere; also return the tokens
-    hit.
+    """Build policies whose aggregate is ``value`` on every other unit and neutral elsewhere; also flag these units.
 
-    The first token has the whole log-ratio of a unit, because PPO's clip then keeps the gradient of the other tokens.
-    In these units, ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
+    The whole log-ratio of a unit is placed on its first token, because PPO's clip then keeps the gradient of the other
+    tokens. In these units, ``when=outward`` flags only tokens whose log-ratio and advantage have the same sign.
     """
     mask = batch.response_mask
     if spec.aggregate == "staleness":
@@ -259,7 +259,7 @@ def _place_policies(
     shift[first] = invert_aggregate(spec.aggregate, total[first], side, way[first])
     if spec.when == "outward":
         hit = hit & (shift * looked > 0)
-        # The drift pi / pi_old is large enough for a mask with the wrong ratio to decide differently beyond or inside a
+        # The drift pi / pi_old is so large that a mask with the wrong ratio would decide differently beyond or inside a
         # bound.
     drift = free * 1.5 * shift.abs()
     # A single-token unit must keep its gradient, within PPO's second clip of large ratios.
@@ -294,7 +294,7 @@ def place_masses(
 
 
 def shift_mu(spec: WeightSpec, batch: MicroBatch, shift: Tensor, advantages: Tensor) -> MicroBatch:
-    """Give the weight's ratio the logarithm ``shift``."""
+    """Set the log of the weight's ratio to ``shift``."""
     # pi_old differs from pi, so the trial detects a mix-up of the two. The base loss never clips a ratio pi /
     # pi_old below 1 with a positive advantage, or above 1 with a negative advantage, so every token has a gradient to
     # weigh.
@@ -304,14 +304,14 @@ def shift_mu(spec: WeightSpec, batch: MicroBatch, shift: Tensor, advantages: Ten
 
 
 def shift_ratio(spec: MaskSpec, batch: MicroBatch, shift: Tensor, drift: Tensor, advantages: Tensor) -> MicroBatch:
-    """Give the mask's ratio the logarithm ``shift``, and pi / pi_old the logarithm ``drift`` if this ratio is free."""
+    """Set the log of the mask's ratio to ``shift``, and log(pi / pi_old), if not yet fixed, to ``drift``."""
     ppo, rollout = {"rollout": (drift, shift), "full": (drift, shift - drift), "ppo": (shift, -1.5 * shift)}[spec.ratio]
     old = batch.log_prob.double() - ppo
     return replace_policies(batch, old=old, mu=old - rollout, advantages=advantages)
 
 
 def look_at(spec: MaskSpec, mask: Tensor, advantages: Tensor) -> Tensor:
-    """Return the sign of the advantage that the mask reads: the token's, or that of its row's mean."""
+    """Return the sign of the advantage that the mask reads: the advantage of the token, or the mean over its row."""
     if spec.sign != "row":
         return advantages.sign()
     return torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
@@ -372,7 +372,7 @@ def open_second_turn(batch: MicroBatch) -> MicroBatch:
 def _choose_units(units: Tensor, aged: bool, spec: MaskSpec | WeightSpec) -> Tensor:
     """Choose the units on which a trial acts: every other unit or, with ``aged``, each row's first unit.
 
-    If the part applies only after a tool's result, the turns after it are chosen.
+    If the part applies only after a tool result, the turns after the result are chosen.
     """
     later = spec.when == "post_tool" and spec.level == "turn"
     return units == 0 if aged else units % 2 == int(later)

@@ -1,4 +1,4 @@
-"""Trainer side of the liveness proof, which checks the workers' evidence and stops the run if any is missing or wrong.
+"""Trainer side of the liveness proof: checks the workers' evidence and stops the run if any is missing or wrong.
 
 Every micro-batch must send a report, use the trainer's spec and the sampled mu, and show that each configured
 correction acts in the gradient.
@@ -52,7 +52,7 @@ def verify(
     again: bool = False,
     steps: int = 0,
 ) -> dict[str, float]:
-    """Check an update that contains proofs, whether it is the first such update or a later one.
+    """Check the evidence of an update that contains proofs.
 
     Args:
         packets: one packet per micro-batch, from every rank.
@@ -63,12 +63,12 @@ def verify(
         moving: parts whose bounds are sent with each update; the fingerprint excludes them.
         plan: fingerprint of the plan sent with this update; None: plans are not compared.
         marked: sum of the marks that request proofs; None: all micro-batches must be proved.
-        again: True if the correction was proved before. A few rows then need not show all of the correction's parts.
+        again: True if the correction was proved before, so that a few rows need not test all of its parts.
         steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
-        Metrics for ``offpolicy/live/``. ``proved`` is 0.0 if the update had no gradient to judge, for example because
-        all advantages are zero. In that case, the next update is judged instead.
+        Metrics for ``offpolicy/live/``. ``proved`` is 0.0 if the update had no gradient to check, for example because
+        all advantages are zero. In that case, the next update is checked instead.
 
     Raises:
         LivenessError: evidence is missing or wrong.
@@ -90,7 +90,7 @@ def verify(
     _verify_identity(spec, tokens, identical, allowed=allow_identical or again)
     gradient_error = _verify_gradient(proofs)
     tried = [proof for proof in proofs if proof.tried]
-    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved. All other parts must be
+    # A base loss without a ratio does not read pi_old, so ``proximal`` cannot be proved, but all other parts must be
     # proved.
     unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(tried, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
@@ -166,8 +166,8 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
     used, sampled = Counter(rows), Counter([*sampled_rows] * epochs)
     if used and not used - sampled:
         raise LivenessError(
-            f"the update used {used.total()} of the {sampled.total()} sequences that the rollout sampled, and none of "
-            "these was changed. Fix: a program with its own fit must drop sequences before compute_log_prob and "
+            f"the update used {used.total()} of the {sampled.total()} sequences that the rollout sampled, and changed "
+            "none of them. Fix: a program with its own fit must drop sequences before compute_log_prob and "
             "compute_advantage, and pass a whole batch to one call of update_actor, which verl splits into "
             "mini-batches."
         )
@@ -194,7 +194,7 @@ def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
 
 
 def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> None:
-    """Check that everything was proved: the marks of the proofs must add up, or every micro-batch must have a proof."""
+    """Check that all requested proofs exist: their marks must add up, or every micro-batch must have a proof."""
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if marked is None and len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches have no proof.")
@@ -206,7 +206,7 @@ def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> Non
 
 
 def _verify_alignment(proofs: Sequence[Proof]) -> None:
-    """Check that mu belongs to its tokens, and that the engine's log-probs belong to its own rows."""
+    """Check that mu belongs to its tokens, and that the engine's log-probs belong to the rows that it was given."""
     before, same, after = (sum(proof.distances[i] for proof in proofs) for i in range(3))
     if sum(proof.inner_tokens for proof in proofs) >= LEAST_INNER and 2.0 * min(before, after) < same:
         raise LivenessError(
@@ -226,17 +226,16 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
 
 
 def _verify_identity(spec: CorrectionSpec, tokens: int, identical: int, *, allowed: bool) -> None:
-    """Check that mu replaces pi_old if the correction requires it, and that mu and pi_old are different policies
-    otherwise."""
+    """Check that pi_old is mu if the correction requires this, and otherwise that mu and pi_old differ."""
     if spec.proximal != "recompute" and identical != tokens:
         raise LivenessError(
-            f"correction.proximal={spec.proximal}: old_log_probs must be mu in the loss, but {tokens - identical} of "
-            f"{tokens} tokens have another value. Fix: find the code that computes old_log_probs."
+            f"correction.proximal={spec.proximal}: in the loss, old_log_probs must equal mu, but {tokens - identical} "
+            f"of {tokens} tokens have another value. Fix: find the code that computes old_log_probs."
         )
     if spec.proximal == "recompute" and identical == tokens and not allowed:
         raise LivenessError(
-            f"mu equals pi_old bitwise on all {tokens} tokens, so one is a copy of the other, every rollout ratio is 1 "
-            "and nothing is corrected. If rollouts come from the trainer's own engine, set "
+            f"mu equals pi_old bitwise on all {tokens} tokens, so one of them is a copy of the other, all rollout "
+            "ratios are 1, and nothing is corrected. If rollouts come from the trainer's own engine, set "
             "correction.proximal=same_engine; if this is intended for another reason, set "
             "offpolicy.allow_identical_log_probs=true."
         )
@@ -266,7 +265,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
     """Check one correction on shifted log-probs; return its largest relative error."""
     for proof in proofs:
         if (shift := proof.shifts.get(name)) is None:
-            raise LivenessError(f"{name} was not tried on every micro-batch.")
+            raise LivenessError(f"{name} was not tested on every micro-batch.")
         # This form also fails for NaN.
         if not shift.error <= proof.tolerance:
             raise LivenessError(
@@ -285,7 +284,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
 
 
 def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
-    """Describe in one sentence which parts act according to the metrics of ``verify``."""
+    """Describe in one sentence which parts were proved, according to the metrics of ``verify``."""
     if spec.is_none:
         return "no correction is configured; statistics only."
     names = ", ".join(name for name, _ in isolate_parts(spec) if name not in _find_unread(spec, live))
@@ -298,7 +297,7 @@ def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
 def describe_rest(
     spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str], add_ons: Mapping[str, str | None]
 ) -> str:
-    """Describe what else was compared at this update, and which add-ons are not proved.
+    """Describe in one sentence what else was compared at this update, and what was not proved.
 
     Args:
         live: metrics of ``verify``.
@@ -321,11 +320,11 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
     if spec.baseline == "exclude":
         yield "baseline=exclude (it changes advantages, before the loss)"
     if not sealed:
-        yield "columns of the loss (no column arrived with a seal)"
+        yield "columns of the loss (no column arrived with a checksum)"
     elif INPUT not in sealed:
-        yield "the model's input (it arrived without a seal)"
+        yield "the model's input (it arrived without a checksum)"
     elif spec.reads_token_versions and TOKEN_VERSIONS_SEALED not in sealed:
-        yield "versions of single tokens (only the versions of their sequences were compared)"
+        yield "versions per token (only the versions of their sequences were compared)"
     if not live.get("own_rows"):
         yield "that log pi belongs to its own sequences (no micro-batch had two sequences, or pi_old is mu)"
     if not live.get("factor"):

@@ -95,7 +95,7 @@ def test_a_penalty_squares_the_distance_from_mu_or_pi_old(ratio: str, first: flo
     excluded = replace(correction, nonfinite="excluded")
     scaled = replace(batch, scale=torch.tensor([2.0, 0.5], dtype=torch.float64))
     assert compute_penalty(penalty, scaled, excluded)[0, 0].item() == 2 * first
-    with pytest.raises(KeyError, match="nonfinite=excluded needs its count"):
+    with pytest.raises(KeyError, match="nonfinite=excluded needs this column"):
         compute_penalty(penalty, batch, excluded)
 
 
@@ -215,7 +215,7 @@ def test_without_versions_or_a_step_there_is_no_age() -> None:
         (aged({}, {}, {}), "the version of the weights"),
         (aged(*CHUNKED, step=None), "the trainer's step"),
     ):
-        said = f"correction.masks.stale depends on the age of the weights, but the batch lacks {lacking}"
+        said = f"correction.masks.stale depends on the age of the weights, but the batch does not contain {lacking}"
         with pytest.raises(ValueError, match=said):
             decided(spec(stale=STALE), data)
         batch = mb.read({"log_probs": data["old_log_probs"]}, data)

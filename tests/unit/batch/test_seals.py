@@ -125,7 +125,7 @@ def test_a_loss_checks_all_that_its_plan_tells_of() -> None:
             fetch([changed])
     batch = micro_batch()
     del batch.data[key_of("advantages")]
-    with pytest.raises(SealError, match="the seals of advantages did not reach the loss"):
+    with pytest.raises(SealError, match="the checksums of advantages did not reach the loss"):
         check_seals(batch)
     assert check_seals(replace(batch, plan=SharedPlan(step=3))) is None
 

@@ -149,9 +149,9 @@ def test_parts_that_go_by_age_need_the_versions_and_the_step() -> None:
     one, several = (RowVersions(torch.tensor([3, 3]), torch.tensor([3, newest])) for newest in (3, 4))
     check_ages_known(CorrectionSpec(), None, None)
     check_ages_known(spec, one, 5)
-    with pytest.raises(ValueError, match="the batch lacks the version of the weights that sampled each row"):
+    with pytest.raises(ValueError, match="the batch does not contain the version of the weights that sampled each row"):
         check_ages_known(spec, None, 5)
-    with pytest.raises(ValueError, match="the batch lacks the trainer's step"):
+    with pytest.raises(ValueError, match="the batch does not contain the trainer's step"):
         check_ages_known(spec, one, None)
     with pytest.raises(ValueError, match=r"masks\.stale\.level=token: 1 sequences were sampled by several versions"):
         check_ages_known(spec, several, 5)

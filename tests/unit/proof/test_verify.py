@@ -72,7 +72,7 @@ def test_an_update_without_a_gradient_is_not_judged_proved() -> None:
         ({"distances": (1.0, 3.0, 5.0)}, "but mu of the token before differs by 2"),
         ({"distances": (1.0, 3.0, 5.0), "inner_tokens": 4}, "but mu of the token before differs by 2"),
         ({"row_distances": (9.0, 15.0)}, "differs from pi_old by 18 nats, but from pi_old of other sequences by 30"),
-        ({"shifts": {"weight": ALIVE}}, "masks.gsm was not tried"),
+        ({"shifts": {"weight": ALIVE}}, "masks.gsm was not tested"),
         ({"shifts": PROOF.shifts | {"weight": ShiftResult(0.5, vacuous=False)}}, "weight has no effect"),
         ({"shifts": PROOF.shifts | {"weight": ShiftResult(math.nan, vacuous=False)}}, "weight has no effect"),
         ({"shifts": PROOF.shifts | {"masks.gsm": ShiftResult(0.0, vacuous=True)}}, "no evidence that masks.gsm acts"),
@@ -142,7 +142,7 @@ PARTS = {"weight": TIS, "masks": {"gsm": GSM}}
         (PARTS, {"own_rows": 0.0}, ["plan"], "that log pi belongs to its own sequences"),
         (PARTS, {"factor": 0.0}, ["plan"], "the engine's factor"),
         (PARTS, {"denominators": 0.0}, ["plan"], "verl's denominators"),
-        ({"weight": TIS | {"level": "version"}}, {}, ["model_input", "versions"], "versions of single tokens"),
+        ({"weight": TIS | {"level": "version"}}, {}, ["model_input", "versions"], "versions per token"),
         (PARTS, {}, ["plan"], "the model's input"),
         (PARTS | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
         (
