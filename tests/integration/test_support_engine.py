@@ -282,10 +282,10 @@ def of_raw_log_probs(rows: tw.Rollout, supports: Supports) -> list[Any]:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (shifted, "the supports fit the token after in all but .* off by one token"),
+        (shifted, "the supports match the token after in all but .* off by one token"),
         (swapped, "the supports belong to another sequence"),
         (dropped, "tokens reached the loss without a support"),
-        (altered, "the supports or tokens of 1 of 8 sequences differ from"),
+        (altered, "the supports or tokens of 1 of 8 sequences changed after"),
         (of_raw_log_probs, r"mu sums to 0\.9300 to 1\.0000 over the supports"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Score centering with the likeliest tokens that vLLM returns: requests, transport, log-probs and the proof."""
+"""Score centering with the likeliest tokens that vLLM returns: their requests, transport, log-probs and proof."""

@@ -1,8 +1,8 @@
 """Score centering in a run: the servers, the client, the workers that compute the likeliest tokens' log-probs, and the
 proof.
 
-The patched functions of verl's FSDP engine are those of ``support.fsdp_engine``; ``verl_patches.rollout_seams``
-lists the others.
+``support.fsdp_engine`` lists the patched functions of verl's FSDP engine, and ``verl_patches.rollout_seams`` all
+others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..support.token_supports import MASS, BatchSupports
 
 logger = logging.getLogger("verl.offpolicy")
 MU_ERROR = 1e-5
-"""Largest accepted difference, in nats, between a sampled token's mu and its mu in the position's top-k list; both come
-from the same answer of the rollout server."""
+"""Largest accepted difference, in nats, between a sampled token's mu and its mu in the position's top-k list. Both are
+returned in the same answer of the rollout server."""
 
 
 class CenteringError(RuntimeError):
@@ -59,7 +59,7 @@ class CenteringReport:
 
 
 class CenteringTally(LikeliestTally):
-    """Sums over micro-batches."""
+    """Counts for score centering, summed over micro-batches."""
 
     key, error = CENTERING, CenteringError
     own, shipped = "the likeliest tokens of their position", "likeliest tokens or log-probs"
@@ -125,7 +125,7 @@ FLAG = "offpolicy_centered"
 
 
 class CenteringEngine(LikeliestEngine):
-    """Score centering for one engine."""
+    """Score centering in one engine."""
 
     flag, report, tally = FLAG, REPORT, CenteringTally  # type: ignore[assignment]
 
@@ -141,7 +141,7 @@ class CenteringEngine(LikeliestEngine):
         self._tally.add(forward, micro_batch[MU], laid.detach())
         mu = likeliest.log_probs.to(laid.device)
         return {
-            # The loss receives the sampled tokens' log-probs as a separate tensor, so that the proof reads only the
+            # The loss receives the sampled tokens' log-probs as a separate tensor, from which the proof reads only the
             # loss's own gradient from it.
             "log_probs": nest(values.view_as(values), log_probs),
             LIKELIEST_LOG_PROBS: nest(_spread(laid, likeliest, len(values)), log_probs),
@@ -213,7 +213,7 @@ class ScoreCentering(LikeliestTokens):
         if not self._proved:
             logger.info(
                 "score centering LIVE: log-probs of the %s likeliest tokens, %.1f%% of mu; checksums of %s rows as "
-                "sampled; mu of %s of %s tokens equals its value in the list of likeliest tokens.",
+                "sampled; for %s of %s tokens, mu equals its value in the list of likeliest tokens.",
                 *(self._settings.size, 100 * self._metrics["head_mass"], rows, checked, tokens),
             )
         self._proved = True

@@ -1,1 +1,1 @@
-"""Replay of truncated sampling, which renormalises the policies over the tokens that the rollout engine allowed."""
+"""Support replay: renormalises the policies over the tokens that truncated sampling in the rollout engine allowed."""

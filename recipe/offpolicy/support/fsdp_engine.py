@@ -1,4 +1,4 @@
-"""The likeliest tokens of each position in verl's FSDP engine, and support replay, which renormalises over them.
+"""Reads the likeliest tokens of each position in verl's FSDP engine, and renormalises over them (support replay).
 
 Patched functions in verl 0.9.1, see ``verl_patches.rollout_seams``: ``prepare_model_outputs(self, output,
 output_args, micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
@@ -86,7 +86,7 @@ class LikeliestTally:
     key: ClassVar[str] = SUPPORT
     error: ClassVar[type[RuntimeError]] = SupportError
     own, shipped = "a support", "supports or tokens"
-    """Names of what each token needs, and of what the checksums cover, for errors."""
+    """Names used in errors: the data that each token needs, and the data that the checksums cover."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -96,7 +96,7 @@ class LikeliestTally:
         """Add the counts of one forward pass.
 
         Args:
-            noted: (n,) bool, sampled tokens whose likeliest tokens arrived.
+            noted: (n,) bool, the sampled tokens for which likeliest tokens arrived.
             counts: further counts, () int64 each.
         """
         supports = forward.supports
@@ -111,10 +111,10 @@ class LikeliestTally:
         self._counts.append({name: each.sum() for name, each in sets.items()} | counts)
 
     def total(self) -> Counter[str]:
-        """Copy the counts to the host; a count of no forward pass is 0.
+        """Copy the counts to the host; without a forward pass, all counts are 0.
 
         Raises:
-            RuntimeError: ``error``; tokens lack their likeliest tokens, or these have changed.
+            RuntimeError: ``error``, if likeliest tokens are missing or have changed.
         """
         found: Counter[str] = Counter()
         if self._counts:
@@ -125,11 +125,13 @@ class LikeliestTally:
             wrong = f"{found['lacking']} of {found['tokens']} tokens reached the loss without {self.own}."
         elif found["other"]:
             wrong = (
-                f"the {self.shipped} of {found['other']} of {found['compared']} sequences differ from what the rollout "
-                "servers' client recorded: their checksums differ."
+                f"the {self.shipped} of {found['other']} of {found['compared']} sequences changed after the rollout "
+                "servers' client recorded them: their checksums differ."
             )
         if wrong:
-            fix = f"find the code that changes them between rollout server and trainer, or set {self.key}=null."
+            fix = (
+                f"find the code that drops or changes them between rollout server and trainer, or set {self.key}=null."
+            )
             raise self.error(f"{wrong} Fix: {fix}")
         return found
 
@@ -207,13 +209,14 @@ class SupportTally(LikeliestTally):
         """Copy the counts to the host.
 
         Raises:
-            SupportError: tokens have no support, or have the support of another token.
+            SupportError: a token has no support, or the support of another token.
         """
         found = self.total()
         if found["outside"]:
             nearest = min("after", "before", key=found.__getitem__)
             whose = (
-                f"the supports fit the token {nearest} in all but {found[nearest]} cases, so they are off by one token"
+                f"the supports match the token {nearest} in all but {found[nearest]} cases, so they are off by one "
+                "token"
                 if found[nearest] < found["outside"] / 2
                 else "the supports belong to another sequence, or come from another engine"
             )
@@ -249,7 +252,7 @@ updates."""
 
 
 class LikeliestEngine:
-    """One engine, whose methods it wraps to read the likeliest tokens in each forward pass of a flagged batch.
+    """Wraps the methods of one engine to read the likeliest tokens in each forward pass of a flagged batch.
 
     Args:
         engine: verl's engine, initialised.
@@ -283,7 +286,7 @@ class LikeliestEngine:
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """Prepare the outputs as verl does, and change them as ``change_outputs`` says."""
+        """Prepare the outputs as verl does, and apply ``change_outputs``."""
         found: dict[str, Any] = self._prepare(
             output=output,
             output_args=output_args,
@@ -311,7 +314,7 @@ class LikeliestEngine:
 
 
 class SupportEngine(LikeliestEngine):
-    """Support replay for one engine.
+    """Support replay in one engine.
 
     Args:
         engine: verl's engine, initialised.
@@ -342,7 +345,7 @@ class SupportEngine(LikeliestEngine):
             mixed = values if whole else values.detach()
             # A token's values are stored at the position before the token.
             mixed = mixed.index_put((supports.places[chosen] - 1,), truncated.to(values.dtype))
-        # Before an update's first step, pi is the policy that sampled the tokens, unless the data is stale.
+        # Before an update's first step, the tokens were sampled by pi, unless the data is stale.
         mu = micro_batch[ROLLOUT_LOG_PROBS] if self._fresh else None
         self._tally.add(forward, mixed.detach(), values.detach(), mu)
         found = {"log_probs": nest(mixed, log_probs)}
@@ -361,7 +364,7 @@ def nest(values: Tensor, like: Any) -> Tensor:
 
 
 def _spread(values: Tensor, places: Tensor, like: Any) -> Tensor:
-    """Arrange values of the tokens at these positions like log-probs: nested, each one position before its token."""
+    """Arrange tokens' values at these positions like log-probs: nested, each one position before its token."""
     laid = values.new_zeros(like.values().shape)
     laid[places - 1] = values
     return nest(laid, like)

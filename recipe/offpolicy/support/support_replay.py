@@ -1,9 +1,9 @@
-"""Support replay of truncated sampling in a run: the vLLM servers and the clients that record supports, and the proof.
+"""Support replay in a run: the vLLM servers that return supports, the clients that record them, and the proof.
 
 The servers return, and the clients record, the ids that could have been sampled for each token. Patched in verl 0.9.1:
 ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of ``vLLMReplica``,
 ``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and two names that its ``generate`` uses:
-``SamplingParams``, through which it requests only the sampled token's log-prob (``logprobs=0``), and
+``SamplingParams``, in which it requests only the sampled token's log-prob (``logprobs=0``), and
 ``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, which receives vLLM's whole answer; see also
 ``verl_patches.rollout_seams``.
 """
@@ -42,8 +42,8 @@ _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
 def _add_supports(request: Request) -> None:
     """Add ``NOTE``.
 
-    Tokens that the server returns without a support have no entry, and the worker then stops the run. An error raised
-    here would not stop the run, because verl would count the row as failed and continue.
+    If the server returns tokens without a support, these tokens have no entry in the note, and the worker stops the
+    run. An error raised here would not stop the run, because verl would count the row as failed and continue.
     """
     note = request.find_note(_rows)
     for attempt in request.attempts:
@@ -55,7 +55,7 @@ def _add_supports(request: Request) -> None:
 
 
 def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
-    """Replace a client with a client that records supports; ``key`` is the key that requires them."""
+    """Replace a client with a client that records supports; ``key`` is the configuration key that requires supports."""
     return note_rows(client, _add_supports, "supports", f"{key}=null", SupportError)
 
 
@@ -85,7 +85,7 @@ def extract_supports(extract: Extract, settings: SupportSettings) -> Extract:
         if isinstance(found := sampled.logprobs, FlatLogprobs):
             count = len(sampled.token_ids)
             result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count, likeliest=settings.likeliest)
-            # verl reads only the sampled token's log-prob, and would create one object per id from flat log-probs.
+            # verl reads only the sampled token's log-prob; reading flat log-probs would create one object per id.
             step = max(len(found.token_ids) // max(count, 1), 1)
             own = zip(found.token_ids[::step], found.logprobs[::step], strict=True)
             sampled.logprobs = [{token: Logprob(log_prob)} for token, log_prob in own]
@@ -103,21 +103,21 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
     def __init__(self, *args: Any, support: SupportSettings, **kwargs: Any) -> None:
         check_all(rollout_seams.build_support_server())
         self.support = support
-        # This server is the only one in its process, and it reads both names at each request.
+        # This server is the only server in its process, and it looks up both names at each request.
         vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
         vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs, support)
         super().__init__(*args, **kwargs)
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        # vLLM accepts either spelling of the key, and -1 for any number.
+        # vLLM accepts either spelling of the key; -1 means no limit.
         given = [engine_kwargs.pop(name, None) for name in ("max_logprobs", "max-logprobs")]
         asked = [int(each) for each in given if each is not None]
         engine_kwargs["max_logprobs"] = -1 if -1 in asked else max([self.support.size, *asked])
 
 
 class SupportActor:
-    """Ray's actor class of ``SupportServer``, in the form that verl's replica uses.
+    """Ray's actor class of ``SupportServer``, with the interface that verl's replica uses.
 
     Args:
         actor: actor class of the server, made by ``ray.remote``.
@@ -140,7 +140,7 @@ class SupportReplica(vllm_async_server.vLLMReplica):
     """verl's replica of servers that return supports."""
 
     support: ClassVar[SupportSettings]
-    """Settings of this process's run."""
+    """Settings of the run to which this process belongs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -163,7 +163,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     """Check the reports of one update, one per mini-batch and rank.
 
     Args:
-        first: True for the first update of the run, in which the support must not increase k3(mu, pi).
+        first: True for the first update of the run, in which replaying the support must not increase k3(mu, pi).
 
     Returns:
         The metrics, named under ``offpolicy/support/``, and a sentence.
@@ -207,8 +207,8 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     return (
         metrics,
         f"support of {known / tokens if tokens else 0.0:.1%} of tokens LIVE, {metrics['size']:.1f} ids per token: each "
-        f"token is in its support, mu sums to 1 over it, checksums of {rows} rows as sampled, KL(mu, pi) by k3 "
-        f"{metrics['kl_k3']:.1e} over it and {metrics['kl_k3_without']:.1e} over the vocabulary.",
+        f"token is in its support, mu sums to 1 over the support, checksums of {rows} rows as sampled, KL(mu, pi) by "
+        f"k3 {metrics['kl_k3']:.1e} over the support and {metrics['kl_k3_without']:.1e} over the vocabulary.",
     )
 
 
@@ -239,7 +239,7 @@ class LikeliestTokens(AddOn):
         return note_supports(client, self.key)
 
     def batch_flags(self) -> dict[str, Any]:
-        # Rows from an extension were not sampled, so they have no likeliest tokens.
+        # Rows added by an extension were not sampled, so they have no likeliest tokens.
         return {self.flag: True}
 
     def metrics(self) -> dict[str, float]:

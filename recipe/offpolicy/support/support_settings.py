@@ -12,15 +12,17 @@ from ..correction.problem import Requirement
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REFERENCE = "the reference is the same engine without its adapter."
-_SPLIT = "likeliest tokens are not split over sequence-parallel ranks."
+_SPLIT = "sequence parallelism splits tokens over ranks, but not their likeliest tokens."
 _SERVER = (
-    "this feature uses its own servers or workers, which were not tested with those that return the likeliest tokens."
+    "this feature uses its own servers or workers, which have not been tested with the return of likeliest tokens."
 )
 _FULL = "this feature reads log-probs over the whole vocabulary, but the worker computes them over the support."
 _OF_BOTH = (
     Requirement(f"{_ROLLOUT}.name", ("vllm",), "only verl's vLLM servers return the likeliest tokens."),
-    Requirement(f"{_ROLLOUT}.mtp.enable_rollout", (False,), "a draft model proposes tokens first."),
-    Requirement(f"{_ROLLOUT}.disaggregation.enabled", (False,), "each request then passes through two servers."),
+    Requirement(f"{_ROLLOUT}.mtp.enable_rollout", (False,), "with this setting, a draft model proposes the tokens."),
+    Requirement(
+        f"{_ROLLOUT}.disaggregation.enabled", (False,), "with this setting, each request passes through two servers."
+    ),
     Requirement(f"{_MODEL}.use_fused_kernels", (False,), "fused kernels hide the logits."),
     Requirement(f"{_MODEL}.mtp.enable", (False,), "the engine itself predicts further tokens."),
     Requirement(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), _SPLIT),
@@ -40,7 +42,7 @@ REQUIREMENTS = (
     Requirement("distillation.enabled", (False,), _FULL),
     Requirement("opd", (None,), _FULL),
 )
-"""Requirements on settings that hide the logits or the support, or that read log-probs not taken over the support."""
+"""Requirements on settings that hide the logits or the support, or that read log-probs over the whole vocabulary."""
 
 
 SUPPORT = "correction.support"
@@ -50,7 +52,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 DEFAULT_SIZE = 32
 """Number of ids requested per token if top-k does not bound the support."""
 TIES = 4
-"""Number of ids requested in addition to top-k, because top-k keeps ties with its last id."""
+"""Number of ids requested in addition to top-k, because top-k also keeps ids that tie with the last id."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SupportSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SupportSettings | None:
-        """Read the settings from a configuration that passed the start-up checks; None if nothing is replayed."""
+        """Read the settings from a configuration that passed the start-up checks; None if no support is replayed."""
         if OmegaConf.select(config, SUPPORT) is None:
             return None
         size = OmegaConf.select(config, SIZE)

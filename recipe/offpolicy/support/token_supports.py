@@ -1,9 +1,8 @@
-"""Supports of sampled tokens, which are read from vLLM's log-probs, sent as notes, and assigned to the tokens of a
-forward pass.
+"""Supports of sampled tokens: read from vLLM's log-probs, sent as notes, and assigned to the tokens of a forward pass.
 
-vLLM's processed log-probs are -inf outside the support. vLLM returns the K largest log-probs per token. The ids with
-finite log-probs are the support if any of the other log-probs is not finite, or if the probabilities of these ids sum
-to 1. Score centering keeps all K ids with their log-probs.
+vLLM returns the K largest processed log-probs per token, which are -inf outside the support. The ids with finite
+log-probs are the whole support if any of the K log-probs is not finite, or if the probabilities of these ids sum to 1.
+Score centering keeps all K ids with their log-probs.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def find_inside(tokens: Tensor, ids: Tensor) -> Tensor:
 MASS = 1e-3
 """Largest deviation of a complete support's probability mass from 1."""
 _LEAST = -1e30
-"""A log-prob of at most this value belongs to a token that could not be sampled."""
+"""A log-prob at or below this value belongs to a token that could not be sampled."""
 
 Array = npt.NDArray[Any]
 _NONE = np.zeros(0, np.float32)
@@ -146,7 +145,7 @@ def read_supports(
     Args:
         ids, log_probs: values of all tokens, concatenated.
         count: number of sampled tokens.
-        likeliest: read the K most likely ids and their log-probs, whether or not they are the support.
+        likeliest: read the K most likely ids and their log-probs, even if they are not the whole support.
     """
     if not count:
         return TokenSupports.empty()
@@ -158,7 +157,7 @@ def read_supports(
     inside = finite & (~first if likeliest else first | (rows != rows[:, :1]))
     masses = np.exp(np.where(inside, found, -np.inf)).sum(1)
     if not likeliest:
-        # A support with a known last id is accepted here; the trainer checks the support's mass.
+        # Accept a support only if it is complete; the trainer also checks its mass.
         inside &= ((~finite).any(1) | (np.abs(masses - 1.0) <= MASS))[:, None]
     sizes = inside.sum(1)
     return TokenSupports(
@@ -212,7 +211,7 @@ class RowSupports:
 
 
 class SupportNote:
-    """The note of one row while it is sampled; it is pickled as the plain values of a ``RowSupports``."""
+    """The note of one row during sampling; pickled as the plain values of a ``RowSupports``."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -223,7 +222,7 @@ class SupportNote:
         return dict, (self.finish().to_plain(),)
 
     def add(self, prompt: Sequence[int], sampled: Sequence[int], supports: TokenSupports) -> None:
-        """Add the tokens of a further request of the row, made for another turn or after an aborted attempt.
+        """Add the tokens of the row's next request, made for another turn or after an aborted attempt.
 
         Args:
             prompt: ids of the request, starting with the row's earlier tokens.

@@ -1,1 +1,1 @@
-"""The loss that runs in the workers, on engines and legacy actors, and its metrics."""
+"""The loss that runs in the workers (engine workers and legacy actors), and its metrics."""

@@ -1,10 +1,10 @@
-"""The engine path's loss for verl's legacy actors, which compute their loss with three functions of ``core_algos``.
+"""Runs the engine path's loss in verl's legacy actors, which compute their loss with three functions of ``core_algos``.
 
 A ``Handover`` sends the correction to the actor. A legacy actor obtains a policy loss from ``core_algos``, aggregates
 entropy and KL itself, and multiplies the sum by the micro-batch's share of the mini-batch. Its denominators are
 therefore those of the micro-batch. A ``LegacyUpdate`` replaces these three functions during one update. The policy term
-then comes from the code of the engine path, and every denominator is that of the mini-batch over all ranks. The actor's
-share is divided out beforehand.
+then comes from the code of the engine path, and every denominator is that of the mini-batch over all ranks. To cancel
+the actor's multiplication by its share, the loss is divided by this share first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .terms import BoundLoss, choose_surrogate
 
 @dataclass(frozen=True)
 class Handover:
-    """The correction, and the constants of one batch; sent to a legacy actor in the ``meta_info`` of this batch.
+    """The correction and the constants of one batch, which are sent to a legacy actor in the batch's ``meta_info``.
 
     Implements ``verl_patches.legacy.handover.LegacyHandover``.
 
@@ -48,10 +48,10 @@ class Handover:
         spec: the correction.
         plan: the trainer's constants for the whole batch.
         prove: True to prove every micro-batch, not only those that the plan marks.
-        shadows: corrections, by name, that are reported without being applied.
+        shadows: name -> correction that is reported without being applied.
         record: what to record.
         moving: parts whose bounds are sent with the plan, and the sides that move.
-        extensions: the worker parts of extensions, by section.
+        extensions: section -> the extension's worker part.
     """
 
     spec: CorrectionSpec
@@ -89,10 +89,10 @@ _PG_LOSS = "actor/pg_loss"  # the actor sums this metric itself
 def _padded_ppo_loss(
     config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call verl's ``ppo_loss`` on response log-probs only, (B, T), in the layout that ``ppo_loss`` reads."""
+    """Call verl's ``ppo_loss`` on (B, T) log-probs of the responses, after conversion to verl's layout."""
     log_probs = model_output["log_probs"]
     rows, width = log_probs.shape
-    # With a one-token prompt, a row's log-probs are those of the response, shifted left by one.
+    # With a prompt of one token, a row's log-probs are the response's log-probs, shifted left by one.
     flat = torch.nn.functional.pad(log_probs, (0, 1)).flatten()
     data = with_tensors(
         data,
@@ -105,11 +105,11 @@ def _padded_ppo_loss(
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs; the proof compares the actor's gradient with its policy and KL terms.
+    """The engine's loss on padded log-probs; the proof compares the actor's gradient with its two terms, policy and KL.
 
     Args:
         settings: the correction, and what to report.
-        actor_config: verl's ActorConfig; it is not changed.
+        actor_config: verl's ActorConfig; not modified.
 
     Attributes:
         policy: the policy term alone, for actors that add the KL term themselves.
@@ -121,7 +121,7 @@ class LegacyLoss(OffPolicyLoss):
     rollout_log_prob: Tensor
 
     def __init__(self, settings: Handover, actor_config: Any) -> None:
-        # verl's loss stores a mini-batch's numbers in its config, where the actor must not find them later.
+        # verl's loss stores a mini-batch's numbers in its config; the actor must not read these numbers later.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
             replace_bounds(settings.spec, settings.plan.bounds),
@@ -163,7 +163,8 @@ class LegacyUpdate:
         settings: the settings that the trainer sent with the batch.
         actor_config: the actor's own ActorConfig (verl's class).
         dp_size: number of data-parallel ranks over which the actor averages gradients.
-        upstream: returns the gradient with which the actor starts its backward pass; called for each micro-batch.
+        upstream: function that returns the gradient with which the actor starts its backward pass; called for each
+            micro-batch.
     """
 
     def __init__(self, settings: Handover, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> None:
@@ -180,7 +181,7 @@ class LegacyUpdate:
 
         Args:
             rows: verl's micro-batch: padded (B, T) tensors, the columns of ``mini_batch_columns``, and all other
-                columns of the trainer that begin with ``PREFIX``.
+                columns whose names begin with ``PREFIX``.
             scale: factor by which the actor multiplies the micro-batch's loss.
 
         Raises:
@@ -188,12 +189,14 @@ class LegacyUpdate:
         """
         numbers = torch.stack([rows[MINI_TOKENS], rows[MINI_ROWS]], dim=-1).unique(dim=0)
         if len(numbers) != 1:
-            raise ValueError(f"a micro-batch spans several mini-batches, with (tokens, rows) {numbers.tolist()}.")
+            raise ValueError(
+                f"a micro-batch contains rows of several mini-batches, with (tokens, rows) {numbers.tolist()}."
+            )
         tokens, global_rows = numbers[0].tolist()
         self._micro = _Running(rows, scale, tokens, global_rows)
 
     def end(self, metrics: Mapping[str, Any]) -> None:
-        """Complete the update's packets, before the actor's metrics go to the trainer."""
+        """Complete the update's packets before the actor's metrics are sent to the trainer."""
         worker_seams.complete(metrics)
 
     @property
@@ -244,7 +247,7 @@ class LegacyUpdate:
         The actor's other arguments are ignored, because pi_old and the mask come from the batch.
         """
         whole = ({"log_probs": log_prob}, self._data())
-        # The KL surrogate reads the policies of the whole micro-batch.
+        # The KL surrogate reads the log-probs of the whole micro-batch.
         parts = [whole] if choose_surrogate(self.spec) else split_micro_batch(*whole)
         loss, metrics = add_parts([self._correct(*part) for part in parts])
         packets = {METRIC_KEY: metrics.pop(METRIC_KEY)}
@@ -259,7 +262,7 @@ class LegacyUpdate:
         self.loss.report(packet, batch.model_output, batch.data)
         if self.loss.proves(batch):
             packet.proof = prove(self.loss.copy_for_trials(random_state), batch, loss)
-        # The factor that the actor applies next is divided out.
+        # The loss is divided by the factor by which the actor multiplies it next.
         packet.watch(loss, self.upstream())
         return loss, {**metrics, METRIC_KEY: packet}
 

@@ -1,4 +1,4 @@
-"""The loss that runs in the worker, passes weight * keep to verl's policy loss, and reports statistics and the proof.
+"""The worker's loss: passes weight * keep to verl's policy loss, and reports statistics and the proof.
 
 verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, unchanged from 0.7.1 to 0.9.1, sets the function that the engine
 calls on each micro-batch. The loss is sent by value, so its spec never depends on a config that workers copied earlier.
@@ -62,10 +62,10 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
         data: the micro-batch as the engine passes it to the loss, which calls this function.
 
     Returns:
-        The factor, as a tensor on the device if reading the factor would make the host wait; None if the factor is
-        unknown, for example with Megatron's dynamic context parallelism.
+        The factor, as a tensor on the device if reading it would synchronise; None if the factor is unknown, for
+        example with Megatron's dynamic context parallelism.
     """
-    # The engine does not pass itself to its loss, so it is found among the calling frames.
+    # The engine does not pass itself to its loss, so it is looked up in the calling frames.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not hasattr(frame.f_locals.get("self"), "forward_backward_batch"):
         frame = frame.f_back
@@ -100,21 +100,22 @@ class OffPolicyLoss:
 
     Args:
         spec: the correction; if no part is configured, loss and gradient are bitwise identical to verl's.
-        actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
+        actor_config: verl's ActorConfig, the first argument of ``ppo_loss``.
         prove: True to prove every micro-batch, not only those that the trainer's plan marks.
-        shadows: corrections, by name, that are reported without being applied.
+        shadows: name -> correction that is reported without being applied.
         record: what to record if the trainer's plan requests it.
         moving: parts whose bounds are sent in the trainer's plan with each update, and the sides that move.
         base_loss: called with (config, model_output, data, dp_group).
-        extensions: section -> worker extension, which adds terms to the loss and reports on each micro-batch, in order.
+        extensions: section -> worker extension, which adds terms to the loss and reports on each micro-batch; called in
+            order.
 
     Attributes:
         spec: the correction, with the bounds of the latest update.
         fingerprint: fingerprint of the parts that do not move.
         verl_loss: the base loss as verl runs it.
         base_loss: the base loss with the KL term that the correction configures.
-        extensions: as given.
-        ledger: this process's unsent packets; if None, packets contain no reports.
+        extensions: the argument.
+        ledger: packets of this process that have not been sent; if None, packets contain no reports.
         takes_padded: True if the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
@@ -202,7 +203,7 @@ class OffPolicyLoss:
                 packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
 
     def _weigh(self, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
-        """Compute the correction's factor again, for reports that read it."""
+        """Recompute the correction's factor for reports that read it."""
         batch = mb.read(model_output, data)
         return mb.compute_factor(self.spec, batch, mb.decide(self.spec, batch, measure="nothing"))
 
@@ -221,7 +222,7 @@ class OffPolicyLoss:
         return packet
 
     def measure_uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
-        """Measure a micro-batch under ``correction=none``; return a packet, with statistics if the batch has mu."""
+        """Measure a micro-batch under ``correction=none``; the returned packet has statistics if the batch has mu."""
         if mb.ROLLOUT_LOG_PROBS not in data.keys():
             return Packet(self.fingerprint)
         batch = mb.read(model_output, data)
@@ -240,8 +241,8 @@ class OffPolicyLoss:
         """
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
-                f"the micro-batch already contains {mb.WEIGHTS}, because verl's algorithm.rollout_correction is on "
-                "together with correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
+                f"the micro-batch already contains {mb.WEIGHTS}, because both verl's algorithm.rollout_correction and "
+                "correction are on. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
         step = mb.decide(self.spec, batch, measure="nothing")
         # This is a micro-batch's only device-to-host transfer; it fetches the checks that must pass before the backward
@@ -272,7 +273,7 @@ class OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent.
 
         Args:
-            random_state: state of the CPU's random generator before the proved loss ran; needed because clip_cov
+            random_state: state of the CPU's random generator before the loss under test ran; needed because clip_cov
                 chooses at random which tokens to clip.
         """
         # Without a ledger, a trial reports nothing.
@@ -284,7 +285,7 @@ class OffPolicyLoss:
         return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
-        """Build the micro-batch for verl's loss: weight * keep, and pi_old (pi where it is not finite), (B, T) each."""
+        """Build verl's micro-batch with weight * keep and pi_old, (B, T) each; pi replaces non-finite pi_old."""
         old = mb.choose_pi_old(self.spec, batch)
         old_log_prob = torch.where(torch.isfinite(old), old, batch.log_prob.detach().to(old.dtype))
         handed: dict[str, Any] = {
@@ -293,7 +294,7 @@ class OffPolicyLoss:
             mb.PI_OLD: old,
         }
         if batch.data["advantages"].is_nested:
-            # Otherwise, verl's loss would pad these values itself, which is slower.
+            # These columns are padded here, because padding in verl's loss is slower.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
         return batch.data_with(**handed)
 

@@ -1,22 +1,21 @@
-"""Statistics of mu, pi_old and pi, measured on the device, and the metrics that the worker's loss sends.
+"""Statistics of mu, pi_old and pi, measured on the device, and the metrics that the worker's loss returns.
 
-On a small micro-batch, the cost of measuring depends on the number of operations, not on the number of tokens.
-Measuring the rows of many micro-batches together therefore takes hardly longer than measuring one micro-batch.
-All of these values add up over rows, except the agreement of mu and pi, which compares rows with each other and is more
-reliable with more rows.
+On a small micro-batch, the cost of measuring depends on the number of operations, not on the number of tokens, so
+measuring many micro-batches together takes hardly longer than measuring one. All measured values add up over rows,
+except the agreement of mu and pi, which compares rows with each other and is more reliable with more rows.
 
-verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
-one opaque object per micro-batch in these lists, and the trainer removes it before the reduction.
+verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. Each
+micro-batch adds one packet, an opaque object, to these lists, and the trainer removes the packets before the reduction.
 
 Until a packet leaves the worker, it keeps the rows that it reports on, as tensors on their device. All packets of one
 loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.worker_seams`` first calls each
 packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger, and its copy is sent
 without numbers. The first packet of the last mini-batch contains the numbers of the whole update, because all rows are
 measured together and their numbers are copied to the host in one transfer. If packets do not leave the process,
-``take_packets`` does this measurement. A packet that is never read, for example on a rank from which verl collects no
+``take_packets`` measures their rows. A packet that is never read, for example on a rank from which verl collects no
 metrics, is freed together with its rows, which are never measured. Pickling does not change a packet, and raises an
-error if ``before_sending`` was not called first. The pickled form is flat. The driver reads one packet per micro-batch
-and rank, and the cost of reading it hardly depends on the number of rows and statistics.
+error if ``before_sending`` was not called first. The pickled form is flat, so the driver's cost of reading a packet
+hardly depends on the number of rows and statistics. The driver reads one packet per micro-batch and rank.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Observation:
         spec: the correction that was applied to the rows, with its bounds at that time.
         shadows: corrections, by name, that are reported without being applied.
         moving: parts whose bounds are sent with each update, and the sides that move.
-        trained: True if the rows produced a gradient with this correction, whose liveness and bounds are then checked
-            on these rows.
+        trained: True if the rows produced a gradient with this correction. Liveness and bounds are then checked on
+            these rows.
     """
 
     batch: mb.MicroBatch
@@ -99,14 +98,14 @@ def merge(observations: Sequence[Observation]) -> Observation:
     if any(batch.withheld is not None for batch in batches):
         masks = [torch.zeros_like(each.response_mask) if each.withheld is None else each.withheld for each in batches]
         columns["withheld"] = torch.cat([_widened(mask, width) for mask in masks])
-    # The other fields are the same for all observations, or measurements do not use them.
+    # All other fields are equal in all observations, or are not used by measurements.
     return replace(first, batch=replace(first.batch, **columns))
 
 
 def split(observation: Observation, most: int) -> Iterator[Observation]:
-    """Split an observation into blocks of whole rows, at most ``most`` padded tokens each unless one row is longer.
+    """Split an observation into blocks of whole rows with at most ``most`` padded tokens, unless one row is longer.
 
-    This limits the extra memory that measuring needs, about 400 bytes per token.
+    This limits the memory needed for measuring, which is about 400 bytes per token.
     """
     batch = observation.batch
     rows = max(most // max(batch.width, 1), 1)
@@ -178,7 +177,7 @@ early, block by block, and their numbers are queued."""
 
 @dataclass
 class Packet:
-    """Metrics packet of one micro-batch; contains only plain Python values once it is settled.
+    """Metrics packet of one micro-batch; once settled (its values are fetched), it contains only plain Python values.
 
     Attributes:
         fingerprint: fingerprint of the worker's spec.
@@ -187,11 +186,11 @@ class Packet:
         plan: fingerprint of the plan that arrived; 0 for none.
         bounds: part -> the bounds that were used, for parts whose bounds move.
         histograms: histograms of the parts whose bounds move, see ``monitor.moving_bounds``.
-        alignment: agreement of mu and pi; set if there is no pi_old with which to compare mu.
+        alignment: agreement of mu and pi; set only if no pi_old was computed that could be compared with mu.
         proof: completed by the engine's own backward pass if a proof was requested.
         reports: reports of extensions, by section.
-        scales: ratio of the engine's factor of the loss to the expected one (1: as expected, 0: the loss was not
-            differentiated) -> number of micro-batches.
+        scales: ratio of the engine's factor of the loss to the expected factor -> number of micro-batches. 1: as
+            expected; 0: the loss was not differentiated.
         shares: contributions to verl's denominators, see ``batch.plan.Shares``.
 
     Statistics, rows, histograms, alignment, scales and shares cover all packets that were queued with this packet.
@@ -237,7 +236,8 @@ class Packet:
             self._ledger.settle(self)
 
     def before_sending(self) -> None:
-        """Settle the packet, or wait for the update's last mini-batch; called before a copy goes to another process."""
+        """Settle the packet, or wait for the update's last mini-batch; called before a copy is sent to another
+        process."""
         if self._ledger is not None:
             self._ledger.leave(self)
 
@@ -259,7 +259,7 @@ class Packet:
         self.__init__(**state | {"rows": rows})  # type: ignore[misc]
 
     def _take(self, found: Mapping[Name, Sequence[Any]]) -> None:
-        """Add measured values; each attribute is merged in one step, however many measurements there are."""
+        """Add measured values; each attribute is merged in one step, regardless of the number of measurements."""
         of_tokens = [*found.get("statistics", ()), *found.get("attribution", ())]
         self.statistics = merge_all([self.statistics, *of_tokens])
         self.histograms = merge_all([self.histograms, *found.get("histograms", ())])
@@ -273,7 +273,7 @@ class Packet:
 
 
 class Ledger:
-    """Unsettled packets of one loss. A ledger never leaves its process.
+    """Packets of one loss that have not been settled. A ledger never leaves its process.
 
     A ledger keeps alive only packets that were sent before the last mini-batch of their update.
     """
@@ -318,7 +318,7 @@ class Ledger:
             self.settle(packet)
 
     def keeps(self, packet: Packet) -> bool:
-        """Return True if a copy of ``packet`` was sent and ``packet`` waits here for the last mini-batch."""
+        """Return True if a copy of ``packet`` was sent and ``packet`` itself is kept for the last mini-batch."""
         return id(packet) in self._kept
 
     def settle(self, packet: Packet) -> None:
@@ -366,7 +366,7 @@ def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def take_packets(metrics: dict[str, Any]) -> list[Packet]:
-    """Remove and return the packets of one update, settled, from every rank, mini-batch and micro-batch."""
+    """Remove, settle and return the packets of one update from every rank, mini-batch and micro-batch."""
     packets: list[Packet] = take_reports(metrics, METRIC_KEY)
     for packet in packets:
         packet.settle()

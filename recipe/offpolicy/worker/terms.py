@@ -1,6 +1,6 @@
 """Terms of the loss other than the policy term: the KL loss with its own ratio, the penalty and score centering.
 
-verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. In fact, they come from
+verl adds mean_t k(pi, pi_ref) to the loss as if the tokens had been sampled by the current policy. They were sampled by
 pi_old, so each term's gradient needs a clipped ratio pi / pi_old, like PPO's policy term (Liu et al. 2025, Rethinking
 KL Regularization in RLHF). With an unclipped ratio to the policy that sampled the tokens, the term and its gradient
 equal the reverse KL and its gradient in expectation (DeepSeek-V3.2).
@@ -47,9 +47,8 @@ def compute_clipped_kl(
 ) -> Tensor:
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
-    k' = dk / dlog pi is the slope with which this kind of KL loss lowers a log-prob. At r = 1, the gradient therefore
-    equals that of k. The slope plays the role of PPO's negative advantage. Because the term is minimised, the maximum
-    is the pessimistic choice.
+    k' = dk / dlog pi is the slope of this kind of KL loss. At r = 1, the gradient therefore equals that of k. The slope
+    plays the role of PPO's negative advantage. The term is minimised, so the maximum is the pessimistic choice.
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
@@ -116,7 +115,7 @@ def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate 
 
 
 def _keep(log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Compute verl's own KL, from log-probs over the whole vocabulary even if ``log_probs`` are over a support."""
+    """Compute verl's own KL over the whole vocabulary, even if ``log_probs`` cover only a support."""
     return kl_penalty(log_prob, ref, kind)
 
 
@@ -166,7 +165,7 @@ def compute_penalty(spec: PenaltySpec, batch: mb.MicroBatch, correction: Correct
     """Compute (log r)^2 of each token, (B, T), differentiable, including the scale of ``nonfinite=excluded``.
 
     Args:
-        correction: the correction with ``spec``; it defines pi_old.
+        correction: the correction with ``spec``, which defines pi_old.
     """
     other = batch.rollout_log_prob if spec.ratio == "full" else mb.choose_pi_old(correction, batch)
     squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
@@ -215,7 +214,7 @@ def _read(output: Mapping[str, Any], key: str, batch: mb.MicroBatch) -> Tensor:
     if key not in output or batch.layout is None:
         raise KeyError(
             f"{key} is not in the model's output, because this worker does not compute the log-probs of the K "
-            "likeliest tokens that score centering needs. Set correction.centering=null."
+            "likeliest tokens, which score centering needs. Set correction.centering=null."
         )
     return batch.layout.responses_of(flatten(output[key]))
 
@@ -230,7 +229,7 @@ def compute_centering_term(
     """
     coefficients = likeliest.coefficients(spec)
     centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
-    # Tokens without mu or pi_old are excluded from C, as they are from the policy term.
+    # Tokens without mu or pi_old are excluded from C, as from the policy term.
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
     for part, drop in step.rejected.items():
         kept = kept if part in centred else kept & ~drop
@@ -245,7 +244,7 @@ def compute_centering_term(
 def measure_drift(
     spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: mb.MicroBatch, likeliest: LikeliestTokens
 ) -> dict[str, Statistic]:
-    """Measure the drift without centering, for the correction and for each shadow that decides by token."""
+    """Measure the drift without centering, for the correction and for each shadow whose parts are per token."""
     specs = {"drift": spec}
     known = {name: shadow for name, shadow in shadows.items() if not find_unknown(shadow)}
     specs |= {f"drift/{rename_for_metrics(name)}": shadow for name, shadow in known.items()}

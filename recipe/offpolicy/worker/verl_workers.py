@@ -1,10 +1,10 @@
-"""Additions to verl's workers and worker groups: a guard for ``update_actor``, a method for add-ons, and seals.
+"""Additions to verl's workers and worker groups: a guard for ``update_actor``, a method for add-ons, and checksums.
 
-The driver makes all gradient updates through ``update_actor`` of a worker group. A group that no corrected trainer has
-adopted rejects updates, because they would train without the correction and its proof.
+The driver makes all gradient updates through ``update_actor`` of a worker group. A group that does not belong to a
+corrected trainer rejects updates, because these would train without the correction and its proof.
 
 Patched in verl: ``WorkerGroup._bind_worker_method``; ``ActorRolloutRefWorker``, whose ``actor`` is the inner worker
-with the ``engine``, gets a method that worker groups find through ``register``; and, in verl 0.8.0 to 0.9.1,
+with the ``engine``, receives a method that worker groups find through ``register``; and, in verl 0.8.0 to 0.9.1,
 ``TrainingWorker.infer_batch(self, data: TensorDict)``, which ``ActorRolloutRefWorker`` calls on its ``actor`` and
 ``ref``. ``infer_batch`` returns "log_probs" over each row's prompt and response.
 """
@@ -27,11 +27,11 @@ Update = Callable[..., Any]
 
 
 class GuardedUpdate:
-    """Replacement for ``update_actor`` of a worker group; a copy that is unpickled is not adopted.
+    """Replacement for ``update_actor`` of a worker group; an unpickled copy does not belong to a trainer.
 
     Args:
         verls: verl's own method of the group.
-        update: called with verl's method and the arguments; None if no corrected trainer has adopted the group.
+        update: called with verl's method and the arguments; None if the group does not belong to a corrected trainer.
     """
 
     def __init__(self, verls: Update, update: Update | None = None) -> None:
@@ -58,7 +58,7 @@ def adopt(workers: Any, update: Callable[..., Any]) -> None:
 
 
 def guard_groups() -> None:
-    """Make every worker group of this process reject updates until it is adopted. Idempotent."""
+    """Make every worker group of this process reject updates until a corrected trainer adopts the group. Idempotent."""
     from verl.single_controller.base.worker_group import WorkerGroup
 
     bind = WorkerGroup._bind_worker_method
@@ -99,7 +99,7 @@ _MARK = "__offpolicy__"
 
 
 def seal_scores() -> None:
-    """Make each worker in this process seal the log-probs that the worker computes. Idempotent."""
+    """Make each worker in this process add checksums (seals) of the log-probs that it computes. Idempotent."""
     from verl.workers.engine_workers import TrainingWorker
 
     scores = TrainingWorker.infer_batch
