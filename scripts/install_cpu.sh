@@ -7,7 +7,7 @@
 #
 # Installs requirements/cpu.txt, what the release and vLLM add to it, and this project (editable). A second call
 # returns at once, and a call after an interruption resumes. Every pip call uses --no-deps, so that nothing
-# can put a CUDA torch over the CPU build.
+# can replace the CPU build of torch with a CUDA build.
 #
 #   PYTHON=path       the Python 3.11 or 3.12 to use; by default the first one found
 #   TORCH_INDEX=url   an extra package index that serves CPU builds of torch, where pip's own has none
@@ -18,7 +18,7 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
 fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-heartbeat=10 # seconds between signs of life
+heartbeat=10 # seconds between progress messages
 started=$SECONDS
 pid=""
 
@@ -80,7 +80,7 @@ if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]; t
     exit 0
 fi
 
-# An environment of another checkout is that one's to change. A checkout that is gone has none.
+# Only the checkout that made an environment may change it, unless that checkout no longer exists.
 owner=$(cat "$venv"/lib/python3*/site-packages/verl_offpolicy-*.dist-info/direct_url.json 2>/dev/null | sed -n 's#.*"url": *"file://\([^"]*\)".*#\1#p' || true)
 owner=$(printf '%b' "${owner//%/\\x}")
 if [[ -n $owner && -d $owner && ! $owner -ef $root ]] || [[ -L $venv && -e $venv && ! $owner -ef $root ]]; then
@@ -109,7 +109,7 @@ find_python() {
         "     or name it: PYTHON=/path/to/python3.11 bash scripts/install_cpu.sh"
 }
 
-# Says how far the command in the log is: pip first collects every package, then unpacks them all.
+# Prints the progress of the command in the log: pip first collects every package, then unpacks them all.
 progress() {
     local log=$1 total=$2
     if grep -q '^Installing collected' "$log"; then
@@ -121,7 +121,7 @@ progress() {
     fi
 }
 
-# Runs a command with its output in a log, gives a sign of life every few seconds, and returns its status.
+# Runs a command with its output in a log, prints its progress every few seconds, and returns its status.
 quietly() {
     local label=$1 total=$2 log=$venv/install.log next=$((SECONDS + heartbeat)) status=0
     shift 2
@@ -151,8 +151,8 @@ if [[ -e $venv/bin/python ]] && ! is_supported "$venv/bin/python"; then
     die "$venv was made with a Python other than 3.11 or 3.12." "Fix: remove it and run this script again."
 fi
 
-# Links the packages of another release's environment in this checkout, most of which are the same, as other
-# installers link theirs: pip replaces files and never writes into one.
+# Hard-links packages from another release's environment in this checkout, because most of them are the same. This is
+# safe, because pip replaces files and never writes into an existing file.
 origin() { "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null; }
 link_packages() {
     local python=$1 other
@@ -190,7 +190,7 @@ for dist in list(metadata.distributions()):
         shutil.rmtree(folder)
 PY
 
-# --- 2. torch, alone, so that a missing CPU build is told apart from everything else
+# --- 2. torch, separately, so that a missing CPU build is distinguished from other failures
 pin() { grep -hE "^$1==" "${requirements[@]}"; }
 say "installing $(pin torch) (about 200 MB)"
 quietly torch "" pip_install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(pin setuptools)" "$(pin torch)" || {
@@ -214,7 +214,7 @@ say "compiling bytecode"
 quietly bytecode "" "$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 
 # reasoning-gym imports pycosat at its start, for one puzzle family that the quickstart does not use. It
-# comes as C source only; where no compiler is found, a stand-in that fails on use takes its place.
+# is distributed only as C source; without a compiler, a stub that fails on use is installed instead.
 if ! "$venv/bin/python" -c 'import pycosat; pycosat.solve' 2>/dev/null; then
     quietly pycosat "" pip_install --no-build-isolation "$(pin pycosat)" || {
         say "no C compiler for pycosat: reasoning-gym's zebra puzzles will not work, all else does"
@@ -265,7 +265,7 @@ quietly imports "" prove || {
     die "the environment does not work." "Fix: remove $venv and run this script again."
 }
 grep '^\[install\]' "$venv/install.log"
-# Informative only: requirements/*.txt say which remarks are meant.
+# For information only: requirements/*.txt list the expected remarks.
 "$venv/bin/python" -m pip check >"$venv/pip-check.txt" 2>&1 || say "pip check: $(wc -l <"$venv/pip-check.txt") remarks, in $venv/pip-check.txt"
 
 fingerprint >"$stamp"

@@ -117,7 +117,7 @@ def _read(base: str) -> dict[str, Any]:
         text = base if base.lstrip().startswith("{") else Path(base).read_text()
         found = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise JobError(f"RUNTIME_ENV={base}: {error}. Fix: name a JSON or YAML file, or give JSON.") from error
+        raise JobError(f"RUNTIME_ENV={base}: {error}. Fix: name a JSON or YAML file, or pass JSON.") from error
     if not isinstance(found, dict):
         raise JobError(f"RUNTIME_ENV={base}: expected fields with values, found {type(found).__name__}.")
     return found
@@ -185,7 +185,11 @@ def launch(request: JobRequest) -> int:
     print(f"launch: job {job} at {address}: {entrypoint}", file=sys.stderr, flush=True)
     if request.wait:
         return follow(client, job)
-    print(f"launch: not waited for; ray job logs --address {address} --follow {job}", file=sys.stderr)
+    print(
+        f"launch: the job continues without this program; to follow it: ray job logs --address {address} --follow "
+        f"{job}",
+        file=sys.stderr,
+    )
     return 0
 
 

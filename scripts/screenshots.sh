@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Retakes the screenshots in docs/ with a headless Chromium.
 #
-#   bash scripts/screenshots.sh              # docs/report.png, of a recording in tests/data
+#   bash scripts/screenshots.sh              # docs/report.png, from a recording in tests/data
 #   bash scripts/screenshots.sh DIRECTORY    # into another directory
 #
 #   BROWSER_PROGRAM=path   default: chromium, chromium-browser or google-chrome on PATH

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Serves a teacher for on-policy distillation (opd.teacher.url), by vLLM's OpenAI-compatible server.
+# Serves a teacher for on-policy distillation (opd.teacher.url) with vLLM's OpenAI-compatible server.
 #
 #   bash scripts/teacher.sh MODEL [--host 127.0.0.1] [--port 8100] [arguments of vllm serve]
 #
 #   --host          address to listen on; by default only this machine can reach it; 0.0.0.0 admits every machine
 #   MODEL           folder or hub name; has the student's tokenizer and chat template
 #   PLATFORM=cpu    serve on the CPU in float32; by default on the GPUs, as the arguments specify
-#   VENV=path       environment that holds vLLM (default: the one that is active)
+#   VENV=path       environment that contains vLLM (default: the active environment)
 #
 # It scores prompts and samples nothing, so add replicas of the front end (--api-server-count N) before adding GPUs.
 set -euo pipefail

@@ -90,7 +90,7 @@ environment_of() {
     fi
 }
 
-# Use the environment's programs, also for tests that start others; no Python setting of the caller leaks in.
+# Use the environment's programs, also in tests that start processes, and none of the caller's Python settings.
 # Tests and the programs that they start are compiled once instead of in each process.
 unset PYTHONHOME PYTHONDONTWRITEBYTECODE
 use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
@@ -107,7 +107,7 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 130' INT TERM
 
-# Runs one stage in a subshell: its output is shown, its verdict and duration are kept for the summary.
+# Runs one stage in a subshell, shows its output, and stores its verdict and duration for the summary.
 stage() {
     local name=$1 start=$SECONDS status=0 verdict=ok
     shift
@@ -120,7 +120,7 @@ stage() {
     ((status == 0)) || verdict="FAILED (exit $status)"
     [[ $status -ne 3 || $name != install-vllm-* || $asked != all ]] || verdict="left out: no torch for it"
     printf '%-14s %-18s %4d s\n' "$name" "$verdict" $((SECONDS - start)) >"$logs/$name.verdict"
-    # An environment may be gone by the next time.
+    # The environment may have been removed before the next call.
     [[ $status -ne 0 || -z $passed || $name == install-* ]] || cp "$logs/$name.verdict" "$passed/$name"
     return "$status"
 }
@@ -198,7 +198,7 @@ programs() {
     mapfile -t words < <(tests_of "$@")
     use "$1"
     bounded --durations=0 --durations-min=20 -m "program$selection" "${words[@]}" || status=$?
-    # A release without such a program is no failure.
+    # If a release has no such program, this is not a failure.
     ((status == 5)) || return "$status"
 }
 others() {
@@ -235,7 +235,7 @@ if [[ -z ${VENV:-} ]]; then
     done
     install "$first" || exit 2
     if ((${#order[@]} > 1)); then
-        set -m # a process group of its own, which is stopped with this script
+        set -m # a separate process group, which is stopped with this script
         (
             renice -n 10 $BASHPID >/dev/null
             for release in "${order[@]:1}"; do
@@ -314,7 +314,7 @@ else
     for release in "${plan[@]}"; do
         mapfile -t -O "${#stages[@]}" stages < <(parts_of "$release" | cut -d' ' -f1)
     done
-    set -m # a process group of its own, which is interrupted with this script
+    set -m # a separate process group, which is interrupted with this script
     (
         renice -n 19 $BASHPID >/dev/null
         checks

@@ -75,7 +75,7 @@ def run_tool(
 
 
 def catch_errors(tool: str, work: Callable[[], int]) -> int:
-    """Run ``work`` in a prepared process and return its status; an error of the input is one line, and status 2."""
+    """Run ``work`` in a prepared process and return its status; an input error prints one line and returns 2."""
     from .analysis import AnalysisError
     from .analysis.jobs import prepare_process
     from .correction import SpecError

@@ -100,7 +100,7 @@ class LaunchCallback(Callback):
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         except Exception as error:  # otherwise Hydra would log a warning and train uncorrected
             traceback.print_exc()
-            sys.exit(f"offpolicy: stopped before anything was started, by an internal error: {error}")
+            sys.exit(f"offpolicy: an internal error stopped the launch before anything was started: {error}")
         for line in lines:
             say(line)
         _share_with_local_ray(config)

@@ -3,10 +3,9 @@
 python -m recipe.offpolicy.lengths metrics.jsonl [DIR ...] [--png lengths.png]
 python -m recipe.offpolicy.lengths val/100.jsonl val/1000.jsonl --tokenizer FOLDER [--png lengths.png]
 
-A metrics file is written by verl's logger `file`; length_penalty=none adds the metrics by correctness. A directory is
-read as a recording. With validation dumps, the checkpoint of the first dump determines which prompts are easy and which
-are hard.
-Exit status: 0, or 2 if an argument is invalid.
+A metrics file is written by verl's logger `file`; length_penalty=none adds the metrics by correctness to it. A
+directory is read as a recording. With validation dumps, the checkpoint of the first dump determines which prompts are
+easy and which are hard. Exit status: 0, or 2 if an argument is invalid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole runs in pairs, corrected and with verl's own programs: ratio of step times, and additional start-up time.
+"""Compares whole runs, corrected and with verl's own programs, in pairs: ratio of step times, and extra start-up time.
 
     python scripts/benchmark/paired_runs.py --out pairs.jsonl [--pairs 10] [--steps 20] [--preset forward] [overrides]
     python scripts/benchmark/paired_runs.py --out pairs.jsonl --against offpolicy.delivery.probe=null
@@ -8,9 +8,9 @@ main_offpolicy, the other as verl's own main_ppo, with nothing from this package
 a CPU. The two sides take turns, and the side that runs first alternates. With --against, the other run is corrected as
 well, with the given override, and is printed under verl's name. Presets:
 
-  forward      the quickstart as it is: corrections that keep verl's forward pass for pi_old, two mini-batches
-  no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto leaves that pass out,
-               with a Qwen2 of 50 M parameters and random weights
+  forward      the unchanged quickstart: corrections that keep verl's forward pass for pi_old, two mini-batches
+  no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto skips that pass, with
+               a Qwen2 of 50 M parameters and random weights
 
 The step time of a run is its median ``timing_s/step``, without the first step; the output shows the geometric mean of
 the pairs' ratios. The start time is the number of seconds from the command to the end of the first step; the output

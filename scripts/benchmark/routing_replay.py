@@ -1,13 +1,13 @@
-"""Cost of routing replay: forward and backward passes of a mixture of experts, routed natively and by recorded routes.
+"""Measures routing replay: forward and backward passes of a mixture of experts, with its own and with recorded routes.
 
     python scripts/benchmark/routing_replay.py [--hidden 128] [--experts 8] [--top-k 2] [--layers 4] [--tokens 2048]
         [--pairs 12]
 
-Weights are random, in float32 on a CPU with one thread. With replay, the pass arms the routers, which includes a check
-of the ids, and copies the counts of tokens that entered the experts to the host, as an update does for each
-micro-batch. The two passes take turns, and the pass that runs first alternates; the output shows medians of the CPU
-seconds, and the median of the pairs' ratios. The replayed routes are the model's own, so both passes compute the same
-result.
+Weights are random, in float32 on a CPU with one thread. With replay, the pass gives the routers the recorded routes,
+which includes a check of the ids, and copies the counts of tokens that entered the experts to the host, as an update
+does for each micro-batch. The two passes take turns, and the pass that runs first alternates; the output shows medians
+of the CPU seconds, and the median of the pairs' ratios. The replayed routes are the model's own, so both passes compute
+the same result.
 """
 
 from __future__ import annotations

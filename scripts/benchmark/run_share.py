@@ -1,14 +1,14 @@
-"""Share of a step that statistics and the recorder take in a real run: the quickstart with Ray, FSDP2 and vLLM.
+"""Measures the share of a step that statistics and the recorder take in the quickstart with Ray, FSDP2 and vLLM.
 
     python scripts/benchmark/run_share.py [--steps 8] [hydra overrides]
 
 The statistics' share is the wall time that the worker's training thread takes to measure and fetch them, and that the
 driver takes to merge them, including the checks that each batch has arrived. The recorder's share is the time that it
-reports, ``offpolicy/record/seconds``. The seals' share is the time that it takes to make them, in worker and driver,
-and to compare them in the loss. All shares are relative to ``timing_s/step``, summed over all steps except the first.
-The first proof is relative to that step's ``timing_s/update_actor``. With ``+mode=separate_async_cpu
-offpolicy.staleness.eta=2``, the staleness limit is measured too: issue, buffer, checks, layout of chunks and metrics,
-over all steps.
+reports, ``offpolicy/record/seconds``. The seals' share is the time that it takes to compute these checksums of columns,
+in worker and driver, and to compare them in the loss. All shares are relative to ``timing_s/step``, summed over all
+steps except the first. The first proof is relative to that step's ``timing_s/update_actor``. With
+``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the staleness limit is measured too: issue, buffer, checks,
+layout of chunks and metrics, over all steps.
 
 verl also imports this module in each process of the run, by VERL_USE_EXTERNAL_MODULES. There it times the calls in
 ``CALLS`` and writes the times under OFFPOLICY_CALL_TIMES, with one file per process and one line per call; calls within
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
     given = parser.parse_args(arguments)
     if given.steps < 2:
-        parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
+        parser.error(f"--steps: {given.steps}: give 2 or more, because the first step is left out")
     with tempfile.TemporaryDirectory() as folder:
         metrics = run(given.steps, given.overrides, Path(folder))
         print(format_figures(compute_shares(metrics, read_calls(Path(folder)))))

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_counts(parser, positions=2200, repeats=20)
     options = parser.parse_args(arguments)
     if options.positions <= ANSWER:
-        parser.error(f"--positions takes more than {ANSWER}.")
+        parser.error(f"--positions must be greater than {ANSWER}.")
     for name, cost in measure(options.positions, options.repeats).items():
         print(f"{name:12} {cost:5.2f} us a position")
     return 0

@@ -1,4 +1,4 @@
-"""Parts of a step on drawn inputs of any size, as calls without arguments that ``simulated_scale.py`` measures.
+"""Parts of a step on random inputs of any size, as calls without arguments that ``simulated_scale.py`` measures.
 
 Columns of tokens are float32 log-probs and int64 ids and masks, as verl sends them. The length of a row is drawn at
 random, up to 4096 tokens and half of that on average, so half of a padded batch is padding.
@@ -122,7 +122,7 @@ def draw_tokens(tokens: int, *, nested: bool) -> dict[str, Tensor]:
 
 
 def build_stage(tokens: int, *, nested: bool, step: bool = False) -> Call:
-    """Build the call of a rollout stage with all of its statistics, or of a step stage that uses an existing one."""
+    """Build a call of a rollout stage with all of its statistics, or of a step stage for an existing rollout stage."""
     given: dict[str, Any] = {**draw_tokens(tokens, nested=nested)}
     spec = CorrectionSpec.from_mapping(CORRECTION)
     of_step = {name: given.pop(name) for name in ("log_prob", "advantages")}
@@ -210,7 +210,7 @@ def build_actor_config(rows: int) -> Any:
 
 
 def build_loss(tokens: int, *, corrected: bool) -> Call:
-    """Build the call of a loss with its backward pass and, if ``corrected``, its statistics."""
+    """Build a call of a loss with its backward pass and, if ``corrected``, its statistics."""
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from verl.workers.utils.losses import ppo_loss
 
@@ -228,7 +228,7 @@ def build_loss(tokens: int, *, corrected: bool) -> Call:
 
 
 def build_proof(tokens: int) -> Call:
-    """Build the call of the first update's additional work: verl's loss and ours, repeated on trial inputs."""
+    """Build a call that does the first update's additional work: verl's loss and ours, repeated on trial inputs."""
     from recipe.offpolicy.proof.gradient import prove
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
@@ -251,7 +251,7 @@ def draw_rollout(rows: int) -> TensorDict:
 
 
 def build_check(rows: int, *, aligned: bool) -> Call:
-    """Build the call of the driver's checks of a rollout, or of mu against pi_old, in groups of 8 rows."""
+    """Build a call of the driver's checks of a rollout, or of its checks of mu against pi_old, in groups of 8 rows."""
     from recipe.offpolicy.proof.rollout_log_probs import RolloutChecker
 
     checker, batch = RolloutChecker(), draw_rollout(rows)
@@ -274,14 +274,14 @@ def build_versions_call(rows: int) -> Call:
 
 
 def build_plan_call(rows: int) -> Call:
-    """Build the call of a plan with every constant of a whole batch."""
+    """Build a call that computes a plan with every constant of a whole batch."""
     batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(BATCH_WIDE)
     split = plan.BatchSplit(RANKS, rows // 4 // RANKS * RANKS, "token-mean")
     return lambda: plan.build_plan(spec, {}, step=1, rows=lambda: batch, batch_split=lambda: split)
 
 
 def build_regrouping(rows: int) -> Call:
-    """Build the call of ``baseline=exclude``: groups without rejected rows, and silent rows' advantages set to 0."""
+    """Build a call of ``baseline=exclude``, which regroups without rejected rows and zeroes silent rows' advantages."""
     batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(CORRECTION)
     uids = [str(row // 8) for row in range(rows)]
 
@@ -294,7 +294,7 @@ def build_regrouping(rows: int) -> Call:
 
 
 def build_collection(ranks: int) -> Call:
-    """Build the call of the driver's work on the packets of an update: unpickling, checks, merging and metrics."""
+    """Build a call that processes the packets of an update in the driver: unpickling, checks, merging and metrics."""
     from omegaconf import OmegaConf
 
     from recipe.offpolicy.trainer.supervision import Supervision

@@ -1,4 +1,4 @@
-"""Measures time and memory of stages, loss, proof, plan and packets by size, on drawn inputs, without Ray or a model.
+"""Measures time and memory of stages, loss, proof, plan and packets by size, on random inputs, without Ray or a model.
 
     python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20]
     python scripts/benchmark/simulated_scale.py --parts packets plan
@@ -45,7 +45,7 @@ COLUMNS = ("part", "size", "user, ms", "ns a unit", "system, ns a unit", "MiB", 
 
 
 def measure_part(name: str, size: int) -> dict[str, float]:
-    """Measure one part at one size, in this process: seconds of user time and of system time, and bytes."""
+    """Measure one part at one size in this process: user time and system time in seconds, and memory in bytes."""
     import torch
 
     from scripts.benchmark.simulated_parts import PARTS

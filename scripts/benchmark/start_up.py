@@ -2,10 +2,10 @@
 
     python scripts/benchmark/start_up.py REVISION [--pairs 5] [--script FILE] [override ...]
 
-The script checks REVISION out into a temporary worktree. For each tool, this script prints medians of
-CPU time (user and system, of the process and its children) and of wall time, the median of the pairs' ratios, and
-whether both checkouts printed the same. It also measures verl's own launch, without a correction, until the launch
-starts Ray. Compiled modules are not kept, so that neither checkout benefits from earlier runs.
+The script checks REVISION out into a temporary worktree. For each tool, it prints medians of CPU time (user and system,
+of the process and its children) and of wall time, the median of the pairs' ratios, and whether both checkouts printed
+the same. It also measures verl's own launch, without a correction, until the launch starts Ray. Compiled modules are
+not kept, so that neither checkout benefits from earlier runs.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ LEAST_ID, MOST_ID = 3, 20
 
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> tuple[float, float, float]:
-    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which belong to the prompt; the repeats' medians.
+    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which belong to the prompt; return medians.
 
     Returns:
         Microseconds per prompt position: from the first request to the last answer, of this process's CPU time, and of

@@ -75,7 +75,7 @@ class Sizes:
 
 
 class Spent(NamedTuple):
-    """Seconds of one update: in total, and in calls of the loss and in packing its metrics."""
+    """Seconds of one update: in total, and in the loss and the packing of its metrics."""
 
     whole: float
     loss: float
@@ -188,7 +188,7 @@ def take_log_probs(logits: Tensor, ids: Any) -> Tensor:
 
 
 def update(engine: Engine, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
-    """Run one update: each mini-batch's gradients, and its metrics as they leave the worker; return the times."""
+    """Run one update, which computes gradients and packs the metrics of each mini-batch; return the times."""
     from verl_patches.worker_seams import complete
 
     clock = _clock(next(engine.model.parameters()).device)

@@ -1,4 +1,4 @@
-"""Corrections applied to a policy so small that every expectation over its sequences is a finite sum, in float64.
+"""Corrections of a policy that is so small that each expectation over its sequences is a finite sum, in float64.
 
 There are N = V^T sequences y of T tokens from a vocabulary of size V.
 
@@ -174,7 +174,7 @@ class Measurement:
         cosine: cosine between E_mu[g] and grad J; NaN if E_mu[g] = 0.
         variance: trace of the covariance of g for one row, not normalised.
         dropped: share of the tokens sampled by mu that the correction removes.
-        score_mean: |E_mu[sum_t w_t grad log pi_t]|; a baseline b moves E_mu[g] by b times this.
+        score_mean: |E_mu[sum_t w_t grad log pi_t]|; a baseline b shifts E_mu[g] by b times this value.
         break_even: number of rows in a batch for which the standard error equals the bias, variance / |E_mu[g] - grad
             J|^2; inf without bias.
     """

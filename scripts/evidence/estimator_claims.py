@@ -171,7 +171,7 @@ def on_policy_is_unbiased(policies: Policies) -> str:
     """Assert that every estimator equals the policy gradient if mu = pi_old = pi."""
     worst = max(measure(estimator, policies).bias for estimator in ESTIMATORS)
     require(worst < 1e-12, f"with mu = pi_old = pi some estimator has a relative bias of {worst:.1e}")
-    return f"mu = pi_old = pi: every correction leaves the policy gradient alone (bias {worst:.1e})."
+    return f"mu = pi_old = pi: no correction changes the policy gradient (bias {worst:.1e})."
 
 
 def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
@@ -179,7 +179,7 @@ def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
     errors = [row[e.name].bias for row in mismatches.values() for e in UNBIASED]
     worst = max(errors + [row[SEQUENCE_IS_FULL.name].bias for row in stalenesses.values()])
     require(worst < 1e-10, f"untruncated sequence IS has a relative bias of {worst:.1e}")
-    return f"Untruncated sequence IS is unbiased at every mismatch, on pi / mu at every staleness ({worst:.1e})."
+    return f"Untruncated sequence IS is unbiased at every mismatch and, on pi / mu, at every staleness ({worst:.1e})."
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
@@ -190,10 +190,14 @@ def baselines_stay_unbiased(mismatches: Table) -> str:
         e.name: max(row[e.name].score_mean for row in mismatches.values()) for e in ESTIMATORS if e not in BASELINE_SAFE
     }
     least = min(others, key=others.__getitem__)
-    require(others[least] > 1e-6, f"{least} has a score mean of {others[least]:.1e} at most, where 0 was not expected")
+    require(
+        others[least] > 1e-6,
+        f"{least} has a score mean of {others[least]:.1e} at most, where a larger value was expected",
+    )
     return (
         f"E_mu[sum_t w_t grad log pi_t] = 0 for untruncated token, prefix and sequence IS and MinPRO ({held:.1e}): "
-        f"baselines add no bias; the others break this at some mismatch (least: {least}, {others[least]:.1e})."
+        f"baselines add no bias; the other estimators violate this at some mismatch (least: {least}, "
+        f"{others[least]:.1e})."
     )
 
 
@@ -246,7 +250,7 @@ def keep_rates_agree(shares: Mapping[tuple[str, LogRatio, int], float], rows: in
         probability = expected(aggregate, case, length)
         error = abs(share - probability)
         allowed = 5 * math.sqrt(probability * (1 - probability) / rows) + 3 / rows
-        off = f"the share kept is off by {error:.4f}, {allowed:.4f} is allowed"
+        off = f"the share kept differs by {error:.4f} from the prediction, but only {allowed:.4f} is allowed"
         require(error <= allowed, f"{aggregate} mask, {case.name}, T = {length}: {off}")
         worst = max(worst, error)
     return f"Simulated keep-rates agree with the normal distribution (largest difference {worst:.3f}, {rows} rows)."

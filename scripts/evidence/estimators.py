@@ -44,7 +44,8 @@ class EvidenceSettings:
         plane: the mismatch for the bias-variance figure, one of ``mismatches``.
         stalenesses: standard deviations of pi's parameters; the mismatch is ``stale_mismatch``.
         stale: the staleness at which options are measured; the mismatch is ``plane``.
-        worlds: number of further policies and mismatches, with the seeds that follow ``seed``, measured at ``plane``.
+        worlds: number of additional random policies and mismatches (seeds after ``seed``), which are measured at
+            ``plane``.
         rows: number of simulated rows for each keep-rate.
     """
 

@@ -57,7 +57,7 @@ class Planned:
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
-    """Build the options of a command that makes the runs of a plan."""
+    """Build the options of a command that executes the runs of a plan."""
     parser = harness.build_parser(about)
     parser.add_argument("names", nargs="*", help="of runs, or of what several have in common")
     parser.add_argument("--list", action="store_true", help="every run, whether it has finished, and its time")
@@ -72,7 +72,7 @@ def make_runs(
     options: argparse.Namespace,
     cores: str,
 ) -> None:
-    """List the runs that the options select, or make those that are unfinished, one after another.
+    """List the runs that the options select, or execute those that are unfinished, one after another.
 
     Args:
         finished: (setting, seed) -> how the run ended.
@@ -84,7 +84,7 @@ def make_runs(
     """
     named, wanted = {run: {run.group, run.setting, run.name} for run in plan}, set(options.names)
     if unknown := sorted(wanted.difference(*named.values())):
-        sys.exit(f"{Path(sys.argv[0]).name}: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
+        sys.exit(f"{Path(sys.argv[0]).name}: {', '.join(unknown)}: unknown. Fix: use names that --list shows.")
     chosen = [run for run, names in named.items() if not wanted or wanted & names]
     left = [run for run in chosen if (run.setting, run.seed) not in finished]
     if options.list:
@@ -102,7 +102,7 @@ def make_runs(
 
 
 def draw_means(rng: np.random.Generator, values: ArrayLike) -> np.ndarray:
-    """Resample the seeds with replacement, as many as there are, and compute their mean, ``DRAWS`` times."""
+    """Draw ``DRAWS`` bootstrap samples of the seeds, with replacement, and compute the mean of each."""
     found = np.asarray(values, dtype=float)
     means: np.ndarray = found[rng.integers(len(found), size=(DRAWS, len(found)))].mean(1)
     return means
@@ -114,7 +114,7 @@ def bootstrap(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, 
 
 
 def find_percentiles(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Find the central interval with ``confidence`` of the drawn values, and as many values below it as above it."""
+    """Return the central interval that contains a share ``confidence`` of the drawn values."""
     edge = 50 * (1 - confidence)
     low, high = np.percentile(drawn, [edge, 100 - edge])
     return float(low), float(high)

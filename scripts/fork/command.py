@@ -1,4 +1,4 @@
-"""The command of copy_into_fork.sh: arguments, order of the steps, messages, and the smoke test of a copy in its place.
+"""The command of copy_into_fork.sh: arguments, order of the steps, messages, and the smoke test of a copy in the fork.
 
 The smoke test runs from the checkout's root, with the checkout's verl, in the user's environment.
 """
@@ -56,12 +56,12 @@ STEPS = (
         ("-m", "recipe.offpolicy.main_offpolicy", "--cfg", "job"),
         "compare verl/trainer/config with that of the release, which our primary configuration inherits",
     ),
-    ("contracts", ("-m", "verl_patches"), "run `python -m verl_patches` there, which shows every seam"),
+    ("contracts", ("-m", "verl_patches"), "run `python -m verl_patches` there, which lists every patched function"),
     ("doctor", ("-m", "recipe.offpolicy.doctor", *LAUNCH), "run the doctor there by itself"),
     (
         "one CPU update",
         ("-m", "recipe.offpolicy.smoke"),
-        "compare verl/workers/utils/losses.py with that of the release: the correction goes through its ppo_loss",
+        "compare verl/workers/utils/losses.py with that of the release: the correction calls its ppo_loss",
     ),
 )
 """Name, arguments of Python, and the fix to show if the program itself does not name one."""
@@ -85,10 +85,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="copy_into_fork.sh", description="Copies the off-policy recipe into a verl checkout, and tries it there."
+        prog="copy_into_fork.sh", description="Copies the off-policy recipe into a verl checkout, and tests it there."
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="root of the verl checkout")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     parser.add_argument("--undo", action="store_true", help="remove what was copied")
     parser.add_argument("--force", action="store_true", help="overwrite edits that were made to copied files")
     parser.add_argument("--no-smoke", action="store_true", help="copy only")
@@ -132,9 +132,9 @@ def _say_plan(plan: Plan, *, done: bool) -> None:
         if path in plan.write:
             _say(f"{path} was edited: its content {kept} kept in the previous commit")
         else:
-            _say(f"{path} is no longer part of the copy, and was edited: it stays, and is yours")
+            _say(f"{path} is no longer part of the copy, and was edited: it is kept, and belongs to you")
     if not (plan.write or plan.remove or plan.manifest):
-        _say("nothing had to be written")
+        _say("no file had to be written")
 
 
 def _count(paths: Collection[str]) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
-"""This module is loaded as a file. Its package needs other packages, but it must be possible to make a copy with any
-Python."""
+"""The contents of ``releases.py``. It is loaded as a file, because its package needs other packages, but copying must
+work with any Python."""
 SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
 release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
@@ -43,7 +43,7 @@ class Fork:
 
     Attributes:
         root: absolute path with links resolved.
-        release: release of verl that the checkout's version stands for.
+        release: release of verl to which the checkout's version corresponds.
         place: folder of the copy, with a trailing slash; "" for the root.
         reason: why the copy is in this folder.
     """
@@ -83,7 +83,7 @@ def open_fork(path: Path) -> Fork:
     recipe = root / "recipe"
     reason = _why_not_its_own(root, recipe)
     if not reason:
-        return Fork(root, release, reason="recipe/ is not a submodule, a link or a repository of its own")
+        return Fork(root, release, reason="recipe/ is not a submodule, a link or a separate repository")
     if (recipe / "__init__.py").exists():
         raise Refused(
             f"{reason}, and it contains an __init__.py, which hides any other `recipe` from Python, so the copy would "
@@ -120,7 +120,7 @@ def _why_not_its_own(root: Path, recipe: Path) -> str:
     if "recipe" in submodules or git(root, "ls-files", "--stage", "--", "recipe").startswith("160000 "):
         filled = recipe.is_dir() and any(recipe.iterdir())
         return f"recipe/ is a git submodule, {'populated' if filled else 'not initialised'}"
-    return "recipe/ is a git repository of its own" if (recipe / ".git").exists() else ""
+    return "recipe/ is a separate git repository" if (recipe / ".git").exists() else ""
 
 
 def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
@@ -134,7 +134,7 @@ def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
     settings = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
     command = ["git", "--no-optional-locks", *settings, "-C", str(root), *arguments]
     try:
-        # git runs in a process session of its own, so that an interrupt does not end it halfway.
+        # git runs in its own process session, so that an interrupt does not end it halfway.
         done = subprocess.run(
             command, input=given, env=environment | variables, capture_output=True, text=True, start_new_session=True
         )
@@ -194,7 +194,7 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     root, earlier, place = fork.root, read_manifest(fork.root), fork.place.rstrip("/")
     if earlier and earlier["place"] != place:
         raise Refused(
-            f"an earlier copy lives in {earlier['place'] or 'the root'} and now belongs in "
+            f"an earlier copy is in {earlier['place'] or 'the root'} and now belongs in "
             f"{place or 'the root'}: {fork.reason}. Fix: --undo first, then copy again."
         )
     known, head = (earlier or {"files": {}})["files"], list_blobs(root)
@@ -205,13 +205,13 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     untracked += [path for path in above if (root / path).is_symlink() or (root / path).is_file()]
     foreign = [path for path in wanted.keys() & head.keys() - known.keys() if head[path] != wanted[path]]
     if blocked := [*untracked, *foreign]:
-        raise Refused(_list("these exist, and do not belong to a copy", blocked, "rename or remove them"))
+        raise Refused(_list("these files exist, and do not belong to a copy", blocked, "rename or remove them"))
     if dirty := find_uncommitted(root, known):
         raise Refused(_list("these have uncommitted changes", dirty, "commit them, or revert them"))
     edited = [path for path in known.keys() & head.keys() if head[path] not in (known[path], wanted.get(path))]
     if replaced := [path for path in edited if path in wanted and not force]:
-        fix = "--force, which replaces them; what they held stays in git's history"
-        raise Refused(_list("these were edited since they were copied", replaced, fix))
+        fix = "--force, which replaces them; their content stays in git's history"
+        raise Refused(_list("these files were edited after they were copied", replaced, fix))
     version, commit = read_origin(source)
     # A file with the same content that was not created by a copy belongs to the user. It has no entry, so an undo keeps
     # it.

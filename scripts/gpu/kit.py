@@ -48,7 +48,7 @@ CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "CUDA_VISIBLE_DEVIC
 
 
 class Interrupted(BaseException):
-    """A signal has asked the kit to end."""
+    """Raised when a signal asks this program to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -133,7 +133,7 @@ def hide_places(text: str) -> str:
 
 
 def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
-    """Run a part in a process session of its own, until it ends, takes too long, or this process is interrupted."""
+    """Run a part in its own process session, until it ends, takes too long, or this process is interrupted."""
     limit = PARTS[name][0] * (DRY_RUN_LIMIT if dry_run else 1)
     out, log, began = scratch / f"{name}.json", scratch / f"{name}.log", time.monotonic()
     command = [sys.executable, "-W", "ignore", "-m", PROGRAMS.get(name, "scripts.gpu.parts"), name, str(out)]

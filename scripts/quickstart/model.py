@@ -29,7 +29,7 @@ def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) ->
     """Build a tokenizer of single bytes, with one token for the instruction that all questions share.
 
     With bytes the model reads every letter of a word; the one token keeps prompts at a dozen tokens. `merges` are pairs
-    of pieces that become tokens together with the bytes, the first to be merged first.
+    of pieces that also become tokens; earlier pairs are merged first.
     """
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=list(merges)))

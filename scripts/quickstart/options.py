@@ -49,7 +49,7 @@ ANY_MODEL_OVERRIDES = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.actor.optim.lr=1e-6",
 )
-"""Settings for a model other than the quickstart's own, before the user's overrides."""
+"""Settings for a model other than the quickstart's own; they precede the user's overrides."""
 SUMS_OVERRIDES = (
     # A chain of three steps needs 27 tokens; the force prompt and the answer follow each prefix.
     "data.max_response_length=40",
@@ -156,18 +156,18 @@ class Options:
         if task not in (spelling, *others):
             raise ValueError(f"TASK={task}: choose one of {', '.join((spelling, *others))}")
         if small and task != "arithmetic":
-            raise ValueError(f"TASK={task}: MODEL={SMOLLM2} has a task of its own; leave TASK or MODEL out")
+            raise ValueError(f"TASK={task}: MODEL={SMOLLM2} has its own task. Remove TASK or MODEL")
         own = next((section for section in (by_process, "opd") if is_set(section, overrides)), None)
         if task != spelling and own is not None:
-            raise ValueError(f"TASK={task}: {own} brings a task of its own; leave one of them out")
+            raise ValueError(f"TASK={task}: {own} has its own task. Remove one of the two")
         task = by_process if own == by_process else task
         name = find_last("model", overrides)
         if name not in (None, "moe"):
-            raise ValueError(f"model={name}: set model=moe for the mixture of experts, or leave this override out")
+            raise ValueError(f"model={name}: set model=moe for the mixture of experts, or remove this override")
         if name and (model or small or task != spelling):
             raise ValueError(
-                f"model=moe: this selects a model that has a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
-                "process_reward out"
+                f"model=moe: the mixture of experts has its own task. Remove MODEL, {MODEL_PATH}, TASK and "
+                f"process_reward"
             )
         settings: tuple[str, ...] = SMOLLM2_OVERRIDES if task == "arithmetic" else ()
         if model:

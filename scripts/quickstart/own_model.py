@@ -1,4 +1,4 @@
-"""A user's model: the requirements that its folder must meet, and the settings that result from it."""
+"""Checks that the folder of a user's model can be trained, and derives settings from the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
     """
     values = _read_json(folder / CONFIG)
     if values is None:
-        return f"there is no readable {CONFIG} in it. Download the model, and name the folder that holds this file"
+        return f"there is no readable {CONFIG} in it. Download the model, and pass the folder that contains this file"
     names = values.get("architectures") or []
     if not names or not set(names) <= _list_causal_models():
         return (
@@ -96,8 +96,8 @@ def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str])
     free = shutil.disk_usage(_SHARED_MEMORY).free >> 20
     if platform != "cuda" and needed > free:
         raise ValueError(
-            f"{folder}: the model's largest tensor takes {needed} MiB of {_SHARED_MEMORY} on its way to the rollout "
-            f"engine, but only {free} MiB are free. Enlarge that file system; for a container, pass "
+            f"{folder}: the model's largest tensor needs {needed} MiB of {_SHARED_MEMORY} when it is sent to the "
+            f"rollout engine, but only {free} MiB are free. Enlarge that file system; for a container, pass "
             f"--shm-size={2 * needed}m"
         )
     return [f"{BUCKET}={needed}"]

@@ -1,4 +1,4 @@
-"""Cache of data and models, with one folder for each version of the code and the packages that make it.
+"""Cache of data and models, with one folder for each version of the code and of the packages that build it.
 
 python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
@@ -137,7 +137,7 @@ def prepare_model(path: Path, part: str = "model") -> None:
         say(f"a {name} of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
         score = learn(model, tokenizer, entries or sums.SumsSettings(), report, settings)
         if score < settings.target:
-            say(f"stopped at score {score:.2f}, below its aim of {settings.target:.2f}")
+            say(f"stopped at score {score:.2f}, below the target of {settings.target:.2f}")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 

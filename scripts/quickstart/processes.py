@@ -58,7 +58,7 @@ class Tail:
 
 
 class Child:
-    """A process in a session of its own; its output goes to a log, because daemons would keep a pipe open after it.
+    """A process in its own session; its output goes to a log, because daemons would keep a pipe open after it ends.
 
     The child ends together with this process, however this process ends: see ``guard``.
     """
@@ -96,7 +96,7 @@ class Child:
 
 
 class Teacher:
-    """A vLLM server for the quickstart's own, better model, which ends together with the quickstart's other processes.
+    """A vLLM server for the quickstart's own teacher model; it ends together with the quickstart's other processes.
 
     Args:
         model: folder of the model.
@@ -213,7 +213,7 @@ def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
 
 
 class SharedMemoryWatch:
-    """Those segments in /dev/shm that descendants of this process were observed to use.
+    """The segments in /dev/shm that descendants of this process were observed to use.
 
     Segments are identified by device and inode, because a semaphore is mapped under a name other than its final one.
     """

@@ -103,7 +103,7 @@ class History:
 
     @property
     def proved(self) -> bool:
-        """True if it was proved that the worker's gradient carries the correction."""
+        """True if it was proved that the worker's gradient contains the correction."""
         return any(data.get(PROVED) == 1.0 for _, data in self.records)
 
 
@@ -134,7 +134,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
 
 
 class Progress:
-    """Prints lines with the time; between lines, a terminal shows a spinner, and a log shows a heartbeat."""
+    """Prints lines with the time; between lines, it shows a spinner on a terminal, and a heartbeat in a log."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(highlight=False)

@@ -44,10 +44,10 @@ def compute_score(
 
 
 def grade(family: str, answer: str, entry: Mapping[str, Any]) -> dict[str, float]:
-    """Score by reasoning-gym: ``score`` and ``acc``, 0 to 1 with credit for right letters, and ``exact``, 1 for all.
+    """Score by reasoning-gym: ``score`` and ``acc`` give partial credit for letters, and ``exact`` is 0 or 1.
 
-    The graded score hides a collapse: answers with the right letters in random order keep much of it. verl validates by
-    each key, and shows ``acc`` among its core metrics.
+    The graded score hides a collapse, because answers with the right letters in random order still get much credit.
+    verl reports each key in validation, and shows ``acc`` among its core metrics.
     """
     score = float(_scorer(family)(answer=answer.strip(), entry=entry))
     return {"score": score, "acc": score, "exact": float(score >= 1.0)}

@@ -42,7 +42,7 @@ WATCH_EVERY = 2.0
 
 
 class Interrupted(BaseException):
-    """A signal has asked the run to end."""
+    """Raised when a signal asks the run to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -125,7 +125,7 @@ class Quickstart:
         return {part: folder(CACHE, part) for part in self.parts}
 
     def _start_teacher(self, model: Path) -> None:
-        """Start a server for the teacher, and continue once it serves."""
+        """Start a server for the teacher, and wait until it is ready."""
         self.progress.stage("starting the teacher")
         env = self._env | ({"PLATFORM": "cpu"} if self.options.platform.startswith("cpu") else {})
         teacher = Teacher(model, env | {"VENV": sys.prefix}, self._folder / "teacher.log", ROOT)

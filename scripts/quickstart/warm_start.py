@@ -1,4 +1,4 @@
-"""The supervised phase of each task, so that reinforcement learning starts from a model that sometimes succeeds."""
+"""Supervised training for each task, so that reinforcement learning starts from a model that sometimes succeeds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WarmStart:
         careful: share of demonstrations that are right, if the task does not specify it.
         target, max_steps: training ends when the measured share reaches ``target``, or after ``max_steps`` steps.
         rise: number of steps in which the learning rate rises.
-        cooling: number of steps after the target in which the learning rate falls to zero.
+        cooling: number of steps after the target was reached, in which the learning rate falls to zero.
         every: number of steps between two checks.
         checked: number of questions in a check.
         tokens: longest answer in a check.

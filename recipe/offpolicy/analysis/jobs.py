@@ -39,7 +39,7 @@ class Jobs:
         count: number of processes on this machine; with 1, only this process is used.
         ray: address of a running Ray cluster whose tasks do the work instead; None for no cluster. The cluster's nodes
             need this package, and the recording under the same path. The first ``map`` connects this process to the
-            cluster, unless it is already connected, until the process ends.
+            cluster if it is not connected yet; the connection lasts until the process ends.
     """
 
     count: int = 1

@@ -206,7 +206,7 @@ def bin_rewards(of: Answers, edges: Array) -> Curve:
 
 
 def find_best(curve: Curve) -> float:
-    """Find the mean tokens of the bin with the highest reward; NaN if no bin has one or rewards do not vary."""
+    """Return the mean length of the bin with the highest reward; NaN if no bin has a reward or rewards do not vary."""
     known = curve.reward[~np.isnan(curve.reward)]
     return float(curve.tokens[np.nanargmax(curve.reward)]) if len(known) and np.ptp(known) > 0 else math.nan
 

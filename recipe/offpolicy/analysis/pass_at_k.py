@@ -1,4 +1,4 @@
-"""pass@k of verl's validation dumps, and a ranking of checkpoints with intervals valid for all pairs simultaneously."""
+"""pass@k from verl's validation dumps, and a ranking of checkpoints with simultaneous intervals for all pairs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ FIT_DRAWS = 400
 
 @dataclass(frozen=True)
 class Counts:
-    """Number of samples, and of correct samples, of each prompt at one step.
+    """Number of samples and number of correct samples of each prompt at one step.
 
     Attributes:
         step: step of the trainer.
-        n, c: number of samples, and of correct samples, of each prompt.
+        n, c: number of samples and number of correct samples of each prompt.
         prompts: identity of each prompt.
         run: the name of the dumps' folder, see ``validation_answers.name_runs``.
         doubled: number of prompts that the data set contains more than once, if the dumps show it.
@@ -153,7 +153,8 @@ def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> 
         notes.append(f"The data set contains {counts.doubled} prompts more than once; each counts as one prompt.")
     elif not counts.named and least < most:
         notes.append(
-            f"The dumps do not identify prompts: {summary.prompts} are distinguished by input and ground truth, with "
+            f"The dumps do not identify prompts: {summary.prompts} prompts are distinguished by input and ground "
+            f"truth, with "
             f"{least} to {most} samples. A prompt that the data set contains twice counts as one prompt."
         )
     if stopping is None and least < most:
@@ -168,7 +169,8 @@ def _list_notes(counts: Counts, summary: Summary, stopping: Stopping | None) -> 
         notes.append(f"Nothing is extrapolated, because the fit is not identified: {summary.not_identified}")
     elif summary.fit is not None:
         notes.append(
-            f"Larger k are extrapolated with success rates distributed as Beta({summary.fit.a:.3g}, "
+            f"For larger k, pass@k is extrapolated from a Beta-binomial fit: success rates are distributed as "
+            f"Beta({summary.fit.a:.3g}, "
             f"{summary.fit.b:.3g})."
         )
     return notes
@@ -188,7 +190,7 @@ def build_table(found: Estimates) -> Table:
 
 
 def build_blocks(found: Sequence[Estimates], ranking: Ranking | None) -> list[Block]:
-    """Build the tables, notes and panel of all steps, and of their ranking."""
+    """Build the tables, the notes and the panel for all steps and for their ranking."""
     blocks: list[Block] = []
     for each in found:
         blocks += [build_table(each), *each.notes]
@@ -300,8 +302,8 @@ def rank_checkpoints(
 
     One bootstrap over prompts resamples all checkpoints together, so the effect of prompts that are hard for all
     checkpoints cancels. The interval of a pair is its difference +- q standard errors. Here, q is the 95 % quantile of
-    the largest |deviation| / standard error over all pairs (max-t). The probability that any interval misses is
-    therefore 5 %, and so is the probability that the best checkpoint is not among those that may be best.
+    the largest |deviation| / standard error over all pairs (max-t). The probability that any interval misses the true
+    difference is therefore 5 %, and so is the probability that the best checkpoint is not among those that may be best.
 
     Raises:
         AnalysisError: no common prompt, or a fit that is not identified.

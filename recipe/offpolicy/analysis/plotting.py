@@ -34,8 +34,8 @@ Series = Sequence[float] | NDArray[np.float64]
 INK: Final = "#1f2933"
 MUTED: Final = "#7b8794"
 PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-"""Safe for the colour-blind: Okabe and Ito 2008, Color Universal Design, without yellow and with grey instead of
-black."""
+"""Colours that colour-blind readers can tell apart: Okabe and Ito 2008, Color Universal Design, without yellow and with
+grey instead of black."""
 MARKERS: Final = "osD^vPX"
 PANEL_WIDTH: Final = 5.2
 """Width in inches; with this width, the font size of two panels side by side matches the surrounding text of a page."""

@@ -110,7 +110,7 @@ def _find_path(run: Composed) -> LivePath | None:
 
 
 def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diagnosis:
-    """Judge a launch of a verl program, which has only verl's own correction."""
+    """Judge a launch of a verl program without this package; only verl's own correction can be configured there."""
     config, where = run.config, run.path
     known = launch.module in VERLS
     problems = list(_take_unread(config, launch, overrides))
@@ -124,7 +124,7 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
     else:
         reason = "this program has its own trainer, and the doctor did not check which keys it reads."
         fix = "Add a correction of this package instead, +correction@correction=tis_token for example."
-        # Without a correction, nothing can act differently from its configuration.
+        # Without a correction, this is only a note.
         problems.append(Problem("module", launch.module, reason, fix, "ERROR" if run.active else "NOTE"))
     if where.release not in TESTED:
         reason = f"the doctor did not check which keys this release reads; supported: {', '.join(TESTED)}."

@@ -39,12 +39,12 @@ _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative entry of a search path, relative to the current directory."""
 
 _VERLS, _INSTALLED = "verl/trainer/config", "hydra.searchpath=[pkg://verl.trainer.config]"
-"""Where verl's programs look for their configuration files, in a checkout and in an installed verl."""
+"""Where verl's programs find their configuration files: in a checkout, and in an installed verl."""
 _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 
 class UnknownKeysError(LaunchError):
-    """Some overrides set keys that the configuration does not have."""
+    """Raised if overrides set keys that the configuration does not have."""
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -108,7 +108,9 @@ def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None
         path.append("command-line", str(place))
         if not all(source.available() for source in ConfigRepository(path).get_sources()):
             reason = f"no such folder or package exists when resolved from {os.getcwd()}."
-            raise LaunchError(f"hydra.searchpath={place}: {reason} Correct it, or check from the launch directory.")
+            raise LaunchError(
+                f"hydra.searchpath={place}: {reason} Correct it, or run the doctor from the launch directory."
+            )
 
 
 def _refuse_targets(config: DictConfig) -> None:
@@ -123,7 +125,8 @@ def _refuse_targets(config: DictConfig) -> None:
             if name == "_target_" and value is not None and not _CONFIG_CLASS.fullmatch(str(value)):
                 raise LaunchError(
                     f"{key}={value}: the doctor does not call code that a script names, so it cannot check this "
-                    "launch. Fix: in the folder of that code, check the launch by its overrides, without --script."
+                    "launch. Fix: run the doctor in the folder of that code, and pass it the overrides of the launch "
+                    "instead of --script."
                 )
 
 
@@ -201,6 +204,8 @@ def _add_places(said: str, error: BaseException | None) -> str:
         whole, error = f"{whole}\n{error}", error.__cause__
     places = [each for each in dict.fromkeys(_FROM_HERE.findall(whole)) if not os.path.isdir(each)]
     if places:
-        said += f"\n{' and '.join(places)} does not exist in {os.getcwd()}. Fix: check from the launch directory"
+        said += (
+            f"\n{' and '.join(places)} does not exist in {os.getcwd()}. Fix: run the doctor from the launch directory"
+        )
         said += f", or append {shlex.quote(_INSTALLED)}." if _VERLS in places else "."
     return said

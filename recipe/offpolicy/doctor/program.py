@@ -65,10 +65,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class HydraMain:
-    """The arguments of a program's ``@hydra.main`` (None for arguments not given), and the program's file.
+    """The arguments of a program's ``@hydra.main`` (None for missing arguments), and the program's file.
 
     Attributes:
-        computed: names of the arguments that the program computes, whose values are therefore unknown unless it runs.
+        computed: names of the arguments whose values the program computes, so that they are unknown unless it runs.
     """
 
     file: Path
@@ -141,7 +141,7 @@ def _refuse_another_verl(release: str) -> None:
     other = release_of(version.read_text()) if version.is_file() else release
     if other != release:
         raise LaunchError(
-            f"{file.parent} is verl {other}, which a launch from here would import instead of verl {release} in "
+            f"{file.parent} contains verl {other}, which a launch from here would import instead of verl {release} in "
             f"{installed}. Supported: {', '.join(TESTED)}. Fix: launch from a folder without verl."
         )
 

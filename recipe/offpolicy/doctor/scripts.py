@@ -77,7 +77,7 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FREE_TEXT = re.compile(
     r"\+{0,2}(trainer\.(experiment|project)_name=.*|(trainer\.\w+_dir|[\w.]*\.\w*log_dir)=.+)", re.S
 )
-"""Overrides whose values do not affect any check; an unset variable may occur in the name or under the first folder."""
+"""Overrides whose values no check reads; the run's name, or a folder below the first, may contain an unset variable."""
 _NOUNSET = re.compile(r"^\s*set\s.*(-\w*u|nounset)|^#!.*\s-\w*u", re.M)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
@@ -180,7 +180,7 @@ def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
-    """Return True if an argument has no effect: an override that no word uses, or a value that is never read."""
+    """Return True if an argument has no effect: no word of the launch uses the override, or the value is never read."""
     if argument in launch.arguments:
         return False
     if _LIKE_AN_OVERRIDE.fullmatch(argument):

@@ -29,7 +29,7 @@ class VerdictRow:
 
     Attributes:
         name: name of the part, such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
-        meaning: the configured values in a few words; "" for a row that was created only for a problem.
+        meaning: the configured values in a few words; "" for a row that exists only to show a problem.
         problems: problems that have a verdict, the worst first.
     """
 
@@ -224,7 +224,7 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
             )
         if all(row.name.startswith("shadow.") for row in diagnosis.rows):
             return "OK: the shadow corrections will be reported; the run trains with verl's own loss, uncorrected."
-        return "OK: verl reads every configured key. Only a correction of this package is proved at the first update."
+        return "OK: verl reads every configured key. Only corrections of this package are proved at the first update."
     fixes = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not fixes:

@@ -57,7 +57,7 @@ _CRITIC = "critic.model.fsdp_config."
 
 
 def find_last_release(key: str) -> str | None:
-    """Return the last release of verl that has a key; None if unknown."""
+    """Return the last release of verl that had a key; None if it is unknown."""
     for release, patterns in LAST.items():
         if any(fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*") for pattern in patterns):
             return release
@@ -65,7 +65,7 @@ def find_last_release(key: str) -> str | None:
 
 
 def find_successor(key: str, value: str, last: str) -> str:
-    """Explain how to replace an override of a key that releases after ``last`` do not have."""
+    """Explain how to replace an override of a key that was removed after release ``last``."""
     if key.endswith(".grad_offload"):
         return "Delete this override: param_offload frees the gradients' memory too."
     if key == "trainer.use_legacy_worker_impl":
@@ -191,7 +191,7 @@ def _find_reason(
     near = find_closest(names[depth], (str(each) for each in section if not last or each not in sections), _CLOSE)
     places = [place for place in _find_places(config, names[-1]) if _is_likely(place, names, depth)][:1]
     places += [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
-    fix = f"Set {places[0]} if you mean that." if places else ""
+    fix = f"Set {places[0]} if that is what you mean." if places else ""
     if not verls:
         return missing, f"{fix} Otherwise install the verl release that the program was written for.".strip()
     # verl turns a section that names a dataclass into that dataclass, which accepts no further keys.

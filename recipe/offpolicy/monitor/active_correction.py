@@ -1,4 +1,4 @@
-"""Decide between updates, from alarms and calibration, the correction and the bounds of the next update.
+"""Choose the correction and the bounds of the next update, based on alarms and calibration.
 
 The active correction is the configured one or an alarm's fallback, with the configured bounds or with bounds that a
 schedule has moved. One trainer process decides for all ranks.
@@ -45,7 +45,7 @@ _UNITS = {
 
 
 class Calibration:
-    """The current bounds and the statistics of the most recent updates; does nothing if no bounds move.
+    """Keeps the current bounds and the statistics of the most recent updates; does nothing if no bounds move.
 
     Args:
         config: composed configuration of the run.
@@ -104,11 +104,12 @@ class Calibration:
         other = {name for name, left in bounds.items() if _list_set(left) != _list_set(here[name])}
         if same_keys and other:
             raise ValueError(
-                f"calibration.bounds of {sorted(other)} are open on other sides than the correction's bounds"
+                f"calibration.bounds of {sorted(other)} do not have the same open sides as the correction's bounds"
             )
         for name in sorted(other):
             logger.warning(
-                "correction.%s: the checkpoint has the bounds %s, with other keys, so they start at %s, as configured.",
+                "correction.%s: the bounds in the checkpoint, %s, have other keys, so the bounds start at the "
+                "configured %s.",
                 *(format_part_path(name), format_bounds(bounds[name]), format_bounds(here[name])),
             )
         self.spec = replace_bounds(self.spec, {name: left for name, left in bounds.items() if name not in other})
@@ -120,7 +121,7 @@ class Calibration:
         self._shown = self._compute_metrics({})
 
     def _check_range(self) -> None:
-        """Check that each bound has a value that its schedule could have reached.
+        """Check that each bound is in the range of its schedule.
 
         Raises:
             ValueError: a bound is out of range.
@@ -169,15 +170,15 @@ class Calibration:
                 )
 
     def _explain(self, name: str, outcome: Statistic) -> str:
-        """Explain a change of bounds by the effect that the previous bounds had over the window."""
+        """Explain a change of bounds by reporting the effect that the previous bounds had over the window."""
         updates, target = f"{len(self._window)} update(s)", f"{self.settings.schedules[name].target:g}"
         value, count = outcome.value(), float(outcome.parts[-1])
         if name == WEIGHT:
-            left = f"Its caps left an ESS of {value:.4f} of {count:.0f} tokens"
+            left = f"With the previous caps, the ESS was {value:.4f} of {count:.0f} tokens"
             return f"{left} in {updates}; offpolicy.calibrate.target_ess={target}."
         mask = dict(self.spec.masks)[name]
         units = _UNITS["token" if mask.picks_tokens else mask.level]
-        kept = f"Its bounds kept {value:.4f} of the {count:.0f} {units} to which it applies"
+        kept = f"The previous bounds kept {value:.4f} of the {count:.0f} {units} to which the mask applies"
         return f"{kept}, in {updates}; offpolicy.calibrate.target_kept={target}."
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
@@ -218,7 +219,7 @@ def _name_outcome(name: str) -> str:
 
 
 def _list_set(bounds: Bounds) -> dict[str, bool]:
-    """Flag, for each key, whether the bound is set."""
+    """Return, for each key, whether the bound is set."""
     return {key: value is not None for key, value in bounds.items()}
 
 
@@ -269,12 +270,12 @@ class ActiveCorrection:
 
     @property
     def spec(self) -> CorrectionSpec:
-        """The correction of the next update, with its bounds."""
+        """The correction to use in the next update, with its bounds."""
         return self._alarms.fallback or self._calibration.spec
 
     @property
     def moving(self) -> dict[str, Side]:
-        """Moving sides of masks and of ``WEIGHT``, whose bounds are sent with each update; empty during a fallback."""
+        """The sides that move, for each part whose bounds are sent with each update; empty during a fallback."""
         return {} if self._alarms.fallback is not None else self._calibration.settings.moving
 
     @property

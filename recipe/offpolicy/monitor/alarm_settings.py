@@ -29,8 +29,8 @@ UPPER_LIMITS: Final = {
 }
 """Largest possible value of each alarm's statistic; the smallest is 0."""
 OF_EXTENSIONS: Final[Mapping[str, tuple[str, str]]] = {"opd_overlap": ("opd", "opd/gap/extreme_share")}
-"""Alarm on an extension's metric -> the section that must be on, and the metric; updates where it is NaN do not
-count."""
+"""Alarm on an extension's metric -> the section that must be on, and the metric. Updates in which the metric is NaN do
+not count."""
 _BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 

@@ -213,7 +213,7 @@ class Alarms:
     def metrics(self) -> dict[str, float]:
         """Return ``alarm/<name>``, 1 while firing, and ``alarm/active_correction``, the correction of the last update.
 
-        0 stands for the configured correction, and n for the fallback of the n-th alarm that is not off.
+        0 means the configured correction, and n means the fallback of the n-th alarm that is on.
         """
         numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
         firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
@@ -329,20 +329,21 @@ class Alarms:
         )
         raise AlarmError(
             f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
-            f"these updates, and no checkpoint was written since the last of them: fix the cause and resume a "
-            f"checkpoint from before they began{other}. If such values are expected, widen the alarm's bounds."
+            f"these updates, and no checkpoint was written since the last of them: fix the cause, and resume from a "
+            f"checkpoint that was written before the first of them{other}. If such values are expected, widen the "
+            f"alarm's bounds."
         )
 
 
 LEAST_KEPT = 0.1
 LEAST_TOKENS = 100
-"""Minimum number of stale tokens in an update for the check of ``StaleRowsWatch`` to apply."""
+"""Minimum number of stale tokens in an update that ``StaleRowsWatch`` checks."""
 IN_A_ROW = 2
 _AGES = ("is1", "is2", "ge3")
 
 
 class StaleRowsWatch:
-    """Warns, at most once, if a correction keeps almost none of the tokens that older weights sampled."""
+    """Warns, at most once, if a correction keeps almost none of the tokens that were sampled with older weights."""
 
     def __init__(self) -> None:
         self._low = 0
@@ -358,8 +359,9 @@ class StaleRowsWatch:
         self._low = self._low + 1 if kept < LEAST_KEPT else 0
         if self._low == IN_A_ROW:
             logger.warning(
-                "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made "
-                "for two engines at equal weights reject stale sequences. Use %s instead, or calibrate the bounds on "
+                "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds that "
+                "were chosen for two engines with equal weights reject stale sequences. Use %s instead, or calibrate "
+                "the bounds on "
                 "a recording.",
                 *(kept, stale, recommended.LINE),
             )

@@ -137,7 +137,10 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
         yield _problem(".target_kept", values["target_kept"], reason, f"{off}; {SECTION}.target_ess moves a cap.")
         return
     if spec.skyrl_compat:
-        reason = "correction.skyrl_compat=true applies masks one after another, so no mask has a share of its own."
+        reason = (
+            "correction.skyrl_compat=true applies masks one after another, so the kept share of a single mask is "
+            "not defined."
+        )
         yield _problem(".target_kept", values["target_kept"], reason, f"{off}, or correction.skyrl_compat=false.")
     first = (set_to(of, movable),) if len(movable) == 1 else ()
     if not names and len(movable) != 1:
@@ -157,7 +160,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
-    """Find why the weight's cap cannot follow an ESS, and the fix; ``masks``: masks whose bounds also move.
+    """Yield why the weight's cap cannot be moved to reach an ESS, and the fix; ``masks``: masks whose bounds also move.
 
     ``normalize`` is allowed, because it divides all weights by one number after the cap, which does not change the ESS.
     """
@@ -179,10 +182,10 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     elif weight.upper is None:
         yield f"{key}.upper=null: there is no cap that could move.", f"set {key}.upper"
     elif weight.upper <= 1:
-        reason = "a cap moves by factors of its distance from 1, and must be above 1."
+        reason = "a cap is moved by multiplying its distance from 1, so it must be above 1."
         yield f"{key}.upper={weight.upper:g}: {reason}", f"{key}.upper=2.0"
     if weight.kind != "reject" and weight.lower is not None and weight.lower >= 1:
-        reason = "the cap comes close to 1, and would cross this lower bound."
+        reason = "the cap may come close to 1 and cross this lower bound."
         yield f"{key}.lower={weight.lower:g}: {reason}", f"{key}.lower=0.5"
     if spec.skyrl_compat and weight.level != "token":
         reason = f"correction.skyrl_compat=true applies masks before a weight of level {weight.level}."

@@ -149,13 +149,13 @@ class BackendFloor:
     known: NDArray[np.bool_]
 
     def covered(self, tokens: Array) -> NDArray[np.bool_]:
-        """Flag, as (...) bool, the tables in which enough of ``tokens``, counted by bin, are in known bins."""
+        """Return, as (...) bool, whether enough of each table's ``tokens``, counted by bin, are in known bins."""
         inside = np.where(self.known, tokens, 0.0).sum(-1)
         return self.known.any(-1) & (inside >= LEAST_COVERED * tokens.sum(-1))
 
 
 def estimate_floor(sums: Array) -> BackendFloor | None:
-    """Estimate the backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None if no bin has enough."""
+    """Estimate the backend's floor from the fresh tokens of ``sums``, SHAPE; None if no bin has enough tokens."""
     floor = _measure_floor(sums)
     return floor if floor.known.any() else None
 

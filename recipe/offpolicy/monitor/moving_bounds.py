@@ -7,7 +7,8 @@ ranks.
 
 A bound is represented by its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other
 aggregates. This distance moves towards the distance that meets the target, or towards the backend noise if the noise is
-larger. It moves by a limited factor per change, and within a range around the configured distance.
+larger. Each change multiplies the distance by a limited factor, and the distance stays within a range around the
+configured one.
 """
 
 from __future__ import annotations
@@ -243,9 +244,9 @@ class Evidence:
     def find_obstacles(self) -> dict[str, str]:
         """Find what prevents the bounds from reaching their target; return a message for each kind of obstacle.
 
-        ``floor``: even the lowest cap in range leaves a lower ESS; an ESS above the target is no obstacle. ``share``:
-        no moving bound keeps the target share. ``noise``: backend noise exceeds a bound. ``ceiling``: backend noise
-        exceeds the range of a bound.
+        ``floor``: even the lowest allowed cap yields an ESS below the target; an ESS above the target is not an
+        obstacle. ``share``: no moving bound keeps the target share. ``noise``: backend noise exceeds a bound.
+        ``ceiling``: backend noise exceeds the range of a bound.
         """
         found: dict[str, str] = {}
         schedule, seen, goal, reach = self.schedule, self.seen, self.goal, self.reach
@@ -263,7 +264,7 @@ class Evidence:
             found["share"] = (
                 f"{seen.counts[-1]:.0f} of the {sum(seen.counts):.0f} units to which the mask applies are beyond a "
                 f"fixed bound, or beyond any bound, so no moving bound keeps a share of {schedule.target:g}; the "
-                "bounds stay as they are. Widen the fixed bound, or set offpolicy.calibrate.side=both, or a lower "
+                f"bounds are not changed. Widen the fixed bound, or set offpolicy.calibrate.side=both, or a lower "
                 "target_kept."
             )
         for name in find_moving_sides(self.configured, schedule.side):
@@ -344,7 +345,7 @@ def defer_histograms(
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
 ) -> DeferredValue[dict[str, Statistic]]:
-    """Measure rows of one update for the parts in ``sides``; see the stages for the arguments.
+    """Measure rows of one update for the parts in ``sides``; ``correction.stages`` explains the arguments.
 
     Units are counted where the mask applies. Masks that select by the sign of each token can split a unit, so tokens
     are counted instead (``MaskSpec.picks_tokens``). For ``when=negative``, the counted units are those of rows with a
@@ -398,13 +399,13 @@ def defer_histograms(
 
 
 def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
-    """Flag, as bool, the units or tokens sampled only by the current weights; (B, 1) if ages are known per row."""
+    """Return a bool mask of units or tokens sampled only by the current weights; (B, 1) if ages are known per row."""
     by_row = staleness.dim() == 1
     return (staleness == 0)[:, None] if by_row else staleness == 0 if by_token else units.greatest(staleness) <= 0
 
 
 def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Tensor]:
-    """Sum the weights of some rows by bin, with the lower bound but no cap; also sum for the ESS under the cap.
+    """Sum the weights of some rows by bin, with the lower bound but no cap, and the terms of the ESS under the cap.
 
     Args:
         spec: weight that truncates or clips.

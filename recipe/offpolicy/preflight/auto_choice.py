@@ -1,4 +1,4 @@
-"""The choice that ``correction=auto`` makes: the run's set-up, the corrections for it, and the reasons.
+"""Implementation of ``correction=auto``: detect the run's set-up, select corrections for it, and give the reasons.
 
 ``select`` is the decision tree. ``check_requirements`` checks settings, such as routing replay, that a correction of
 the loss cannot replace.
@@ -42,12 +42,12 @@ class Setup:
         model: ``moe`` for a mixture of experts.
         trajectory: ``tools`` if tool outputs occur between the model's own tokens.
         minibatches: gradient steps per batch: global batch size divided by mini-batch size, times epochs.
-        strategy: verl's name for the training backend, which decides whether routes can be replayed.
+        strategy: verl's name for the training backend; not every backend can replay routes.
         objective: verl's name for the base loss; GSPO is used instead of routing replay.
         bounded: whether ``offpolicy.staleness.eta`` limits staleness.
         adaptive: whether the staleness limit moves, up to a ceiling.
-        program: the verl program that has its own staleness, fully_async or one_step_off; None for main_ppo.
-        resumes: whether fully_async continues requests that a weight synchronisation has aborted.
+        program: the verl program if it is asynchronous by design (fully_async or one_step_off); None for main_ppo.
+        resumes: whether fully_async resumes requests that a weight synchronisation interrupted.
         fsdp_replay: whether routes can be replayed on FSDP in this configuration.
     """
 
@@ -66,18 +66,18 @@ class Setup:
 
     @property
     def replay_mode(self) -> str | None:
-        """The key that controls routing replay; None if nothing replays routes."""
+        """Key that controls routing replay; None if routes cannot be replayed."""
         if self.strategy == "megatron":
             return f"{MEGATRON_ROUTER_REPLAY}.mode"
         return f"{ROUTER_REPLAY}.mode" if self.fsdp_replay else None
 
 
 def read_setup(run: Composed) -> Setup:
-    """Read the set-up of a composed configuration: from ``setup.*`` where given, otherwise from verl's keys.
+    """Read the run's set-up from ``setup.*`` where these keys are set, and otherwise from verl's keys.
 
     Raises:
         CheckError: unknown keys or values.
-        SpecError: a value is neither given nor known, or a given value contradicts the configuration.
+        SpecError: a value is neither set nor implied by the configuration, or a set value contradicts it.
     """
     given, values = _read_given(run), dict[str, Any]()
     for name, (look, reason, fix) in _LOOKS.items():
@@ -85,7 +85,7 @@ def read_setup(run: Composed) -> Setup:
         if value is None and seen is None:
             raise SpecError(f"correction=auto needs this value, but {reason}", fix, key=key)
         if value is not None and seen is not None and seen.firm and seen.value != value:
-            fix = f"Set {key}=null to use the value of the configuration, or change the configuration."
+            fix = f"Set {key}=null to use the value that the configuration implies, or change the configuration."
             raise SpecError(f"the configuration implies {seen.value}: {seen.source}.", fix, key=key, value=value)
         values[name] = seen.value if value is None and seen is not None else value
     unmet = find_unmet(list_requirements("R3"), run.get, "", ())
@@ -102,7 +102,7 @@ def read_setup(run: Composed) -> Setup:
 
 
 def refuse_setup(run: Composed) -> None:
-    """Reject keys under ``setup`` if corrections are chosen by name, because nothing reads ``setup`` in that case.
+    """Reject keys under ``setup`` if corrections are chosen by name, because only ``correction=auto`` reads them.
 
     Raises:
         CheckError: unknown keys or values.
@@ -125,7 +125,7 @@ def _read_given(run: Composed) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Observed:
-    """A value shown by the configuration, and its source; ``firm`` is False if the user may know better."""
+    """A value implied by the configuration, and its source; ``firm`` is False if the user may set another value."""
 
     value: Any
     source: str
@@ -193,7 +193,7 @@ _LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
     ),
     "minibatches": (_count_minibatches, "the batch sizes do not determine it.", "Set setup.minibatches=1, or more."),
 }
-"""Key -> the value that the configuration shows, why it may not show any, and what to do in that case."""
+"""Maps each key to a function that finds its value, and to the reason and fix reported if it finds none."""
 
 
 ETA_CODE, ETA_MATHS = 4, 8  # steps of staleness; AReaL, arXiv:2505.24298. Nothing here was measured beyond 8.
@@ -204,7 +204,7 @@ _PARTIAL = "async_training.partial_rollout"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key of verl on which the selection relies.
+    """A condition on one of verl's keys; the selected corrections are valid only if it is met.
 
     Attributes:
         key: Hydra path.
@@ -276,21 +276,21 @@ def _choose_correction(setup: Setup, chosen: Selection) -> None:
         chosen.reasons += [f"{engine}: pi / mu reflects {seen}.", f"{why}."]
         chosen.values = recommended.VALUES
         return
-    why = "no weight, as mu is pi_old."
+    why = "no weight, because mu equals pi_old."
     if differs:
-        why = "tis_token, because mu and pi_old differ even at equal weights."
+        why = "tis_token, because mu and pi_old differ even if engine and trainer have the same model weights."
         chosen.options = ("tis_token",)
         chosen.advice.append(f"{recommended.BATCH_INVARIANT}.")
     elif setup.minibatches > 1:
         chosen.advice.append(
-            "correction.proximal=same_engine skips the second forward pass once the first step has shown that mu is "
-            "pi_old to 1e-6."
+            "correction.proximal=same_engine skips the second forward pass once the first step has shown that mu and "
+            "pi_old agree to 1e-6."
         )
     chosen.reasons += [f"{engine}: {why}", f"{mode}: no staleness correction."]
 
 
 def _choose_rate_limit(setup: Setup, chosen: Selection) -> None:
-    why = f"the correction was measured up to {ETA_MATHS} steps of staleness, as AReaL's was for maths"
+    why = f"the correction was tested with at most {ETA_MATHS} steps of staleness, as AReaL was on maths"
     if setup.bounded:
         chosen.reasons.append(f"setup.mode=async: staleness is bounded by {ETA}.")
         chosen.requires.append(Requirement(ETA, ETA_MATHS, f"{why}.", at_most=True))
@@ -307,9 +307,9 @@ def _choose_rate_limit(setup: Setup, chosen: Selection) -> None:
         chosen.requires.append(Requirement(_FULLY_ASYNC, ETA_MATHS - 1, f"{why}.", at_most=True))
         chosen.advice.append(f"set {_FULLY_ASYNC} to at most {ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths.")
     elif setup.program is not None:
-        chosen.reasons.append("setup.mode=async: rollouts are one step late.")
+        chosen.reasons.append("setup.mode=async: rollouts lag one step behind the trainer.")
     else:
-        why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."
+        why = f"{why}; verl counts the versions that a trajectory spans, which is one more than its staleness."
         chosen.reasons.append(f"setup.mode=async: staleness is bounded by {_STALENESS}.")
         chosen.requires.append(Requirement(_STALENESS, ETA_MATHS + 1, why, at_most=True))
         chosen.advice.append(
@@ -318,7 +318,7 @@ def _choose_rate_limit(setup: Setup, chosen: Selection) -> None:
 
 
 _REPLAY = {
-    "disabled": "no routing replay, because it would bias a step without drift",
+    "disabled": "no routing replay, because nothing drifts within one gradient step and replay would only add bias",
     "R2": "R2, which replays the trainer's routes; the first mini-batch keeps its own",
     "R3": "R3, which replays the rollout engine's routes; with 3 mini-batches or more, engine mismatch dominates",
 }
@@ -326,7 +326,7 @@ _REPLAY = {
 
 def _choose_routing(setup: Setup, chosen: Selection) -> None:
     if setup.model == "dense":
-        chosen.reasons.append("setup.model=dense: no routes to replay.")
+        chosen.reasons.append("setup.model=dense: a dense model has no routes to replay.")
         return
     replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
     on, fresh = replay != "disabled", setup.mode == "sync"  # gsm rejects stale rows

@@ -1,4 +1,4 @@
-"""The composed configuration that the checks read, parsed once, and names of keys that several checks use."""
+"""The composed configuration, parsed once for all checks, and the names of keys that several checks use."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Composed(Configured):
 
     @cached_property
     def spec(self) -> CorrectionSpec:
-        """The correction of the configuration.
+        """The configured correction.
 
         Raises:
             SpecError: the correction is malformed.
@@ -121,7 +121,7 @@ class Composed(Configured):
 
     @cached_property
     def program(self) -> str | None:
-        """The verl program that has its own staleness; None for main_ppo and similar programs."""
+        """The verl program if it is asynchronous by design; None for main_ppo and similar programs."""
         return find_program_mode(self.config)
 
     @cached_property
@@ -142,7 +142,7 @@ class Composed(Configured):
         if self.unknown_versions is None and several and not self.notes_token_versions:
             said = "several versions can sample a row, and recording the version of each token is not tested with verl"
             return f"{said} {self.path.release}."
-        return self.unknown_versions and f"{self.unknown_versions[:-1]}: no age is known."
+        return self.unknown_versions and f"{self.unknown_versions[:-1]}, so token ages are unknown."
 
     @cached_property
     def unknown_versions(self) -> str | None:
@@ -171,7 +171,7 @@ class Composed(Configured):
 
     @cached_property
     def staleness(self) -> StalenessSettings | None:
-        """The limit of staleness; None if verl's own keys apply."""
+        """The staleness limit; None if verl's own keys apply."""
         return None if self.get(ETA) is None else StalenessSettings.from_config(self.config)
 
     @cached_property
@@ -305,7 +305,7 @@ def choose_proximal(run: Composed) -> ProximalChoice:
 
 
 def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
-    """Check that a batch of ``rows`` rows makes one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
+    """Check that ``rows`` rows fill exactly one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
 
     Raises:
         SpecError: the batch makes several mini-batches.
@@ -313,7 +313,8 @@ def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) ->
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if spec.proximal == "reuse" and rows > expected:
         reason = (
-            f"a batch of {rows} rows arrived, but a mini-batch has {expected}: only its first step starts at pi_old."
+            f"a batch of {rows} rows arrived, but a mini-batch has {expected} rows, so it makes several gradient "
+            f"steps, and only the first starts at pi_old."
         )
         raise SpecError(reason, key=PROXIMAL, value="reuse", proposed={PROXIMAL: "recompute"})
 
@@ -371,7 +372,7 @@ def _find_correction_reasons(run: Composed, values: Mapping[str, Any]) -> Iterat
 
 
 def _explain_refusal(values: Mapping[str, Any]) -> str:
-    """Return why the values do not form a valid correction; empty if they do."""
+    """Explain why the values do not form a valid correction; empty if they do."""
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:

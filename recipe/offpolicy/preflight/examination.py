@@ -330,7 +330,7 @@ def run_checks(run: Composed) -> None:
 
 
 def collect_problems(checks: Iterable[Check], run: Composed) -> list[Problem]:
-    """Run checks and collect their problems; if a check cannot read a value, this is also a problem."""
+    """Run checks and collect their problems; a check that cannot read a value also counts as a problem."""
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -360,7 +360,7 @@ def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterat
 
 
 def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Find overrides that set a mask or weight to null that does not exist; Hydra would also reject ``~`` for it."""
+    """Find overrides that set a nonexistent mask or weight to null; Hydra would also reject deleting it with ``~``."""
     null = [each for each in parse_overrides(overrides) if not each.is_delete() and each.value() is None]
     for each in null:
         owner, _, name = each.key_or_group.rpartition(".")

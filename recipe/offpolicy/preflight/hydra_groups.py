@@ -1,4 +1,4 @@
-"""The Hydra group ``correction``: looks up options, rejects conflicting or deleted options, restores their values."""
+"""The Hydra group ``correction``: look up options, reject conflicting or deleted options, and restore their values."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .own_keys import CONFIG_DIR, find_similar_keys, list_groups, list_sections
 GROUP = "correction"
 AUTO = "auto"
 EMPTY = frozenset({"none", "resampling", "verl/disabled"})
-"""Options that stand for no correction."""
+"""Options that select no correction."""
 _MISSING = "???"
 _NAMES = ("upper", "delta", "budget", "coefficient")
-"""Keys to which a single number for a whole part may refer, if the option sets one of these keys in the part."""
+"""Keys to which a single number given for a whole part may refer, if the option sets one of them in that part."""
 
 
 def force_own_keys(arguments: Sequence[str]) -> list[str]:
@@ -75,7 +75,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
 
 
 def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
-    """Find keys of ours with an empty value, which results from an unset shell variable."""
+    """Find our keys that have an empty value, which usually results from an unset shell variable."""
     for argument in arguments:
         key, given, value = argument.lstrip("+").partition("=")
         if given and not value.strip() and key.strip().split(".")[0] in list_sections():
@@ -88,7 +88,8 @@ def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
 def read_chosen_options() -> list[str]:
     """Read the chosen options of the group ``correction`` in the running application, e.g. ["tis_token", "opsm"].
 
-    ["none"] if the group is in neither the overrides nor the defaults, as with ``+offpolicy@offpolicy=default``.
+    Returns ["none"] if neither the overrides nor the defaults contain the group, as with
+    ``+offpolicy@offpolicy=default``.
 
     Raises:
         SpecError: the group was deleted, is an empty list, or is added several times.
@@ -137,7 +138,7 @@ def check_stack(options: Sequence[str]) -> None:
 def load_option(option: str) -> dict[str, Any]:
     """Load the plain values of an option of the group ``correction`` from any source of the running application.
 
-    Interpolations stay unresolved, and values that the user must give stay "???".
+    Interpolations are not resolved, and values that the user must set remain "???".
 
     Raises:
         SpecError: there is no such option; the message names the existing options.
@@ -190,13 +191,13 @@ def refuse_moved(key: str, options: Sequence[Any]) -> None:
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that may add a key: those with ``+`` or ``++`` that choose no option of our groups."""
+    """Return the overrides with ``+`` or ``++`` that do not select an option from one of our groups."""
     ours = {*list_groups(), *GROUPS}
     return [each for each in overrides if each.startswith("+") and _get_group(each) not in ours]
 
 
 def _get_group(override: str) -> str:
-    """Return the group without package and value: ``correction`` for ``+correction@correction=gsm``."""
+    """Return the group name without package and value: ``correction`` for ``+correction@correction=gsm``."""
     return override.lstrip("+").partition("=")[0].partition("@")[0].strip()
 
 
@@ -269,7 +270,7 @@ def _build_repository() -> ConfigRepository:
 def restore_defaults(problem: Problem) -> Problem:
     """Return a problem whose overrides set its key to the value in the selected options.
 
-    A problem that translates the user's value is returned unchanged, as is a fix of a key that no option sets.
+    A problem that translates the user's value, or whose key no option sets, is returned unchanged.
     """
     if problem.translated or not problem.key.startswith(f"{GROUP}."):
         return problem

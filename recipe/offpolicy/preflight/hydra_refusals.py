@@ -22,7 +22,7 @@ from .own_keys import CONFIG_DIR
 
 GROUP = "correction"
 ENGINES = ("actor", "critic", "model_engine", "ref")
-"""verl's groups that choose the training engine; with another engine, the run would be a different one."""
+"""verl's groups that select the training engine; no replacement is suggested, because the run would then differ."""
 GetOptions = Callable[[str], Sequence[str]]
 """Lists the options of a Hydra group; empty if there is no such group."""
 
@@ -45,7 +45,7 @@ _OURS = {"ppo_trainer": "offpolicy_trainer", "ppo_megatron_trainer": "offpolicy_
 """verl's primary configurations -> ours."""
 _SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
 _BRINGS = re.compile(rf"\+({'|'.join(GROUPS)})@\1=")
-"""An option that adds our sections to whatever primary configuration is used."""
+"""An option that adds our sections to any primary configuration."""
 _OPTION = "'+correction@correction=[...]'"
 _NEEDED = "pkg://verl.trainer.config"
 
@@ -139,7 +139,7 @@ def list_nested(get_options: Callable[[str, ObjectType], Sequence[str]], group: 
 
 
 def explain_refusal(error: BaseException, overrides: Sequence[str], get_options: GetOptions) -> str:
-    """Explain in words why Hydra does not compose a command line.
+    """Explain why Hydra cannot compose a command line.
 
     Args:
         error: the exception that composing raised.
@@ -169,11 +169,13 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
 
 
 def _explain_composed(parsed: Override, error: str, get_options: GetOptions) -> str:
-    """Explain why Hydra does not compose an override that it can parse; "" if another one is the cause."""
+    """Explain why Hydra cannot compose an override that it can parse; "" if another override is the cause."""
     key, value = parsed.key_or_group, None if parsed.is_delete() else parsed.value()
     if parsed.is_sweep_override():
         given, _, written = str(parsed.input_line).partition("=")
-        return f"several values, but a launch takes one. Quote it: '{given}=[{written}]' is a list."
+        return (
+            f"several values are given, but a launch accepts only one. To pass a list, quote it: '{given}=[{written}]'."
+        )
     if NO_DEFAULT in error and f"'{key}'" in error and not parsed.is_delete():
         if key == PROVIDER:  # This is also a section; its group has a single option, so there is nothing to replace.
             return f"wrong type. To set individual keys, use {key}.KEY=VALUE."
@@ -207,7 +209,7 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
 
 
 def _explain_unparsed(override: str, later: Sequence[str]) -> str:
-    """Explain an argument that Hydra's grammar rejects: split by the shell, not quoted, or no override at all."""
+    """Explain why Hydra's grammar rejects an argument: it was split, is not quoted, or is not an override at all."""
     whole = " ".join([override, *later[:1]])
     if later and parse(whole) is not None:
         return f"the shell has split it. Quote it: '{_shorten(whole)}'."

@@ -41,7 +41,7 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
 
 
 def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
-    """Find keys, at any depth, that count more than one expert: num_experts, num_local_experts, n_routed_experts ..."""
+    """Find keys, at any depth, that set more than one expert: num_experts, num_local_experts, n_routed_experts ..."""
     if not isinstance(values, Mapping):
         return
     for key, value in values.items():
@@ -70,7 +70,7 @@ def find_local(name: str) -> Path | None:
 
 
 def describe_noise(config: DictConfig) -> str:
-    """Return why the actor's model may compute differently in training and in evaluation; empty if it cannot.
+    """Explain why the actor's model may compute differently in training and evaluation mode; empty if it cannot.
 
     Reads the model's Hugging Face configuration from this machine or its cache, never from the network, and applies
     verl's ``override_config``.
@@ -93,7 +93,7 @@ def describe_noise(config: DictConfig) -> str:
 
 
 def find_noise(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
-    """Find what makes a forward pass random, such as ``text_config.attention_dropout``: dotted name and value."""
+    """Find a setting that makes a forward pass random, such as ``attention_dropout``; return name and value."""
     for key, value in values.items():
         name = str(key)  # class labels are numbers
         here = f"{path}{name}"
@@ -175,7 +175,7 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _read_header(file: Path) -> dict[str, list[int]]:
-    """Read the header of a safetensors file: 8 bytes with the length of the JSON, then the JSON; the data follow."""
+    """Read the header of a safetensors file: 8 bytes with the length of the JSON, the JSON, and then the data."""
     whole = file.stat().st_size
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")

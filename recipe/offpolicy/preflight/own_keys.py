@@ -33,12 +33,12 @@ from .python_source import find_source
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 _BASE = "offpolicy_base"
 _VERLS = frozenset({"defaults", "hydra", "actor_rollout_ref"})
-"""Top-level keys of the base file that are not sections of ours."""
+"""Top-level keys of the base file that are not our sections."""
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are also values of other keys."""
 _OPTIONAL = "router_replay"
 _SET_BY_OPTIONAL = ("actor_rollout_ref", "actor", "fsdp_config", "router_replay", "mode")
-"""A group of which Hydra ignores options that do not exist, and the key of verl that was meant."""
+"""A group whose nonexistent options Hydra ignores, and the verl key that was meant."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
 _CORRECTION = "correction"
 _CORRECTS = re.compile(
@@ -47,8 +47,7 @@ _CORRECTS = re.compile(
 """Names that other frameworks, or users of this one, give to corrections."""
 TARGET = "_target_"
 _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
-"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has a check of its
-own."""
+"""Sections that each launch converts to verl's dataclasses, which reject unknown keys; the actor has its own check."""
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _IN_YAML = re.compile(r"^[ \t-]*([A-Za-z_]\w*)\s*:", re.M)
 _IN_PYTHON = re.compile(r"config[\w.\[\]\"']*\.get\(\s*[\"'](\w+)[\"']|^    ([a-z_]\w*)\s*:", re.M)
@@ -127,7 +126,7 @@ def complete(path: Path_, rest: Sequence[str]) -> Path_:
 
 
 def list_children(path: Path_) -> list[str]:
-    """List the keys directly under a section of ours."""
+    """List the keys directly under one of our sections."""
     return [known[-1] for known in list_paths() if known[:-1] == path]
 
 
@@ -157,7 +156,7 @@ def _flatten(values: Mapping[str, Any], prefix: Path_) -> Iterator[tuple[Path_, 
 
 
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
-    """Before Hydra composes, find overrides whose first name resembles a section or group of ours but is not one.
+    """Before Hydra composes, find overrides whose first name resembles one of our sections or groups, but is not one.
 
     For ``corection=gsm``, Hydra suggests appending the key, after which the run would train uncorrected.
     """
@@ -183,7 +182,7 @@ def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
 def find_stray_keys(
     arguments: Iterable[str], base: DictConfig, options: Iterable[str], registered: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Find added keys that are unused in their place: ours but misplaced, a correction's name, or unknown to verl.
+    """Find added keys that nothing reads: misplaced keys of ours, names of corrections, and keys unknown to verl.
 
     Args:
         arguments: overrides on the command line.
@@ -201,15 +200,15 @@ def find_stray_keys(
             yield problem
         elif near := find_closest(re.split("[./@]", key)[0], {*registered} - list_sections(), 0.85):
             meant = key.replace(key.split(".")[0], near, 1)
-            reason = f"an added key that is unused; it resembles {meant}."
+            reason = f"this key was added, but nothing reads it; it resembles {meant}."
             fix = f"Write +{meant}={value}, or rename the key if it is your own."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif _is_option(value, names):
-            reason = "an added key with the name of a correction; this package does not read the key."
+            reason = "this key was added with the name of a correction, but this package does not read it."
             fix = f"Write {_CORRECTION}={rename(value)} instead."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
-            reason = f"an added and unused key, below the name of the correction {option}."
+            reason = f"this key was added, but nothing reads it. It is nested below the option name {option}."
             keys = f"{_CORRECTION}.weight or {_CORRECTION}.masks"
             fix = f"Choose {_CORRECTION}={rename(option)}, and set its keys below {keys}."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
@@ -261,9 +260,9 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
     else:
         near = find_closest(names[depth], map(str, section), 0.85)
         corrects = any(map(_CORRECTS.search, names[depth:]))
-        reason = "an added key: neither verl nor this recipe reads it; only your own code may read it."
+        reason = "this key was added, but neither verl nor this recipe reads it; only your own code may read it."
         if corrects:
-            reason = "an added key that names a correction, and neither verl nor this recipe reads it."
+            reason = "this key was added and names a correction, but neither verl nor this recipe reads it."
         verdict = "ERROR" if corrects else "NOTE"
     fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
     if "names a correction" in reason and not near:
@@ -272,7 +271,7 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
 
 
 def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Problem | None:
-    """Explain a missing key that is a misplaced or misspelled key of ours; None if it is not."""
+    """Explain a missing key that is one of our keys, but misplaced or misspelled; None if it is not ours."""
     segments = tuple(key.partition("@")[0].replace("/", ".").split("."))
     for start in range(len(segments) if has_key(base, segments[0]) else 1):
         if any(map(FREE.search, segments[:start])):
@@ -297,7 +296,7 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
 
 
 def _find_joined(first: str, rest: Sequence[str]) -> Path_ | None:
-    """Find our key if its section's name is joined to it, as in ``staleness_eta`` and ``setup_model``."""
+    """Find our key if it is joined to its section's name, as in ``staleness_eta`` and ``setup_model``."""
     sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
     for name in sorted(sections, key=len, reverse=True):
         if joined := re.match(rf"{name}[_-](.+)", first.lower()):
@@ -307,7 +306,7 @@ def _find_joined(first: str, rest: Sequence[str]) -> Path_ | None:
 
 
 def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
-    """Return True if the names, some of which verl also uses, cannot be meant for verl."""
+    """Return True if the names cannot be meant for verl, even if verl also uses some of them."""
     verls = list_verls_names()
     if start == 0:
         return tail[0] not in verls or (len(tail) > 1 and not verls.issuperset(tail))

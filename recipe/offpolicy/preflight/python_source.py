@@ -63,7 +63,7 @@ def _parse(file: Path) -> ast.Module:
 
 @dataclass(frozen=True)
 class LogProbEvidence:
-    """Evidence, from an agent loop's source, of whether the loop returns log-probs.
+    """What an agent loop's source shows about whether the loop returns log-probs.
 
     Attributes:
         log_probs: ``unknown`` if the source does not show whether log-probs are returned.
@@ -75,7 +75,7 @@ class LogProbEvidence:
 
 
 def find_log_probs(target: str) -> LogProbEvidence:
-    """Search a class, and the code from the same author that the class uses, for returned log-probs.
+    """Search a class, and the code outside verl that it uses, for returned log-probs.
 
     Args:
         target: the class by its dotted name.

@@ -116,7 +116,7 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
     refuse_moved(SHADOW, named)
     shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
-        reason = f"no option of {SHADOW} leaves a delta open, so this value is unused."
+        reason = f"no option in {SHADOW} needs a delta from here, so this value is unused."
         raise SpecError(reason, key=_DELTA, value=delta, proposed={_DELTA: SHIPPED_DELTA})
     if shadows:
         with open_dict(run.config):
@@ -139,7 +139,7 @@ def parse_shadows(
             run must set delta.
 
     Returns:
-        Name -> correction; and, for each delta that was filled in, a sentence.
+        A mapping from name to correction, and a sentence for each delta that was filled in.
 
     Raises:
         SpecError: an option cannot be reported on, or has malformed values.
@@ -157,7 +157,7 @@ def parse_shadows(
         if name in shadows:
             raise SpecError("named twice.", key=SHADOW, value=name, proposed={SHADOW: list(dict.fromkeys(names))})
         if not re.fullmatch(r"[a-z0-9_/]+", name):
-            reason = "the name of an option has only lower case letters, digits, _ and /."
+            reason = "an option name contains only lower case letters, digits, _ and /."
             raise refuse(reason, f"Write several as a list, {SHADOW}=[gsm,opsm].")
         try:
             plain, filled = _fill_delta(values(name), default_delta)
@@ -179,7 +179,7 @@ def parse_shadows(
 
 
 def _build_shadow_error(names: Iterable[Any], name: Any, reason: str, fix: str = "") -> SpecError:
-    """Build the error of a shadow; the proposed override leaves it out."""
+    """Build the error for a shadow; the proposed override removes this shadow from the list."""
     left = [other for other in dict.fromkeys(names) if other != name]
     return SpecError(reason, fix, key=SHADOW, value=name, proposed={SHADOW: left})
 
@@ -198,7 +198,7 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
 
 
 def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
-    """Fill in each mask's open delta; returns the values and the keys that were filled."""
+    """Fill in delta for each mask that leaves it open; return the values, and the keys that were filled in."""
     masks = plain.get("masks")
     if not isinstance(masks, Mapping):
         return dict(plain), []
@@ -230,7 +230,7 @@ def _resolve_fallbacks(config: DictConfig) -> None:
         stacked = _stack(key, options)
         if stacked.get("centering") is not None and given["centering"] is None:
             raise SpecError(
-                "the rollout engine returns its likeliest tokens only if the run requests them from its start.",
+                "the rollout engine returns its likeliest tokens only if the run requests them from the start.",
                 "Set correction.centering, which then applies before the alarm too, or name another fallback.",
                 key=key,
                 value=options,
@@ -269,7 +269,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
 
 
 def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
-    """Reword a fallback's problem for the run; drop overrides of ``correction``, which is the configured correction."""
+    """Reword a fallback's problem for the run; drop overrides that would change the configured correction."""
     reason = f"{key}={format_value(options)} would stop the run if it were configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
@@ -295,7 +295,7 @@ def _stack(key: str, options: list[str]) -> dict[str, Any]:
     except SpecError as error:
         fix = error.problem.advice
         if error.problem.value == "???":
-            fix = "Name an option that sets it, in your own folder on hydra.searchpath."
+            fix = "Use an option that sets it, from your own folder on hydra.searchpath."
         raise SpecError(error.problem.statement, fix, key=key, value=options) from error
 
 

@@ -40,7 +40,7 @@ _REPEATED = [
     *("step", "rank", "mini_batch", "uid", "oldest_version", "newest_version", "length"),
     *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn", "version")),
 ]
-"""Columns whose values repeat. Floats are written unchanged, so each NaN keeps its bits."""
+"""Columns whose values repeat and are dictionary-encoded. Floats are written unchanged, so each NaN keeps its bits."""
 SUFFIX, PARTIAL = ".parquet", ".partial"
 """Suffix of a finished file, and suffix of a file that is being written."""
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
@@ -73,12 +73,12 @@ class OverLimit(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """Record of one step, or of those updates in a step that used one correction.
+    """Record of one step, or of the updates in a step that used the same correction.
 
     Attributes:
         rows: its responses.
-        spec: the correction that acted, in the form of ``CorrectionSpec.to_mapping``.
-        reasons: parts that may have rejected a token; bit i of ``rows.rejected_by`` stands for reasons[i].
+        spec: the correction that was active, in the form of ``CorrectionSpec.to_mapping``.
+        reasons: parts that may have rejected a token; bit i of ``rows.rejected_by`` refers to reasons[i].
     """
 
     rows: Rows
@@ -211,7 +211,7 @@ def count_rows(path: Path) -> int:
 
 
 def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
-    """Build the error for a file or directory that the operating system refuses to read."""
+    """Build the error for a file or directory that the operating system cannot read."""
     proposed = "Fix its permissions" if isinstance(error, PermissionError) else "Fix the cause, or read a copy"
     return RecordingError(f"{path} is not readable ({error.strerror or _first_line(error)}). {proposed}.")
 
@@ -326,7 +326,7 @@ def read_declared_size(path: Path) -> DeclaredSize:
     Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 
     Raises:
-        DeclaredError: the metadata are invalid.
+        DeclaredError: the metadata is invalid.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -334,9 +334,9 @@ def read_declared_size(path: Path) -> DeclaredSize:
             groups = _read_footer(file)[4]
             rows = sum(_count(group, 3) for group in groups)
             pages = [page for group in groups for column in group[1] for page in _read_pages(file, column[3])]
-        # Wrong offsets, counts and kinds of values lead to these.
+        # Wrong offsets, counts or types of values raise these exceptions.
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
-            raise DeclaredError(f"its metadata are not valid: {type(error).__name__}") from error
+            raise DeclaredError(f"its metadata is not valid: {type(error).__name__}") from error
     return DeclaredSize(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
 
 
@@ -371,7 +371,7 @@ def _read_pages(file: BinaryIO, chunk: Fields) -> Iterator[tuple[int, int]]:
 def _count(fields: Fields, key: int) -> int:
     value = fields[key]
     if type(value) is not int or value < 0:  # a bool is not a count
-        raise DeclaredError(f"a count is negative or no number ({value!r:.20})")
+        raise DeclaredError(f"a count is negative or not a number ({value!r:.20})")
     return value
 
 
@@ -409,7 +409,7 @@ class _Compact:
             return [self._value(size_and_kind & 0x0F) for _ in range(self._varint() if size == 15 else size)]
         if kind == _STRUCT:
             return self.structure()
-        raise DeclaredError(f"its metadata have a value of the unknown kind {kind}")
+        raise DeclaredError(f"its metadata has a value of the unknown kind {kind}")
 
     def _byte(self) -> int:
         self.place += 1
@@ -422,7 +422,7 @@ class _Compact:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-        raise DeclaredError("its metadata have a number of more than 64 bits")
+        raise DeclaredError("its metadata has a number of more than 64 bits")
 
     def _zigzag(self) -> int:
         value = self._varint()

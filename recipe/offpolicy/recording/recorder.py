@@ -19,7 +19,7 @@ from .run import SECTION, RecordSettings
 from .writer import Item, Outcome, Packed, StepWriter
 
 MOST_TIME = 0.05
-"""Largest time that recording may take from the training thread in one step, as a share of the last step's duration."""
+"""Time that recording may take from the training thread in one step, as a share of the last step's duration."""
 FIRST = 1.0
 """Seconds that recording may take in the first step, when no duration is known yet."""
 _ROUNDING = 1e-9

@@ -1,9 +1,9 @@
 """A recorded run is a directory with one file per update and rank, and with a card that describes the run.
 
-Under ``proximal=bypass``, the recorded column of pi_old is mu; under ``loglinear``, it is a mixture of mu and pi. Its
-distance from mu is therefore no evidence about the engines. At the first gradient step of a step, pi is still computed
-with the weights from the step's start, so pi is read instead of pi_old. At later gradient steps, pi has changed and
-cannot replace pi_old.
+Under ``proximal=bypass``, the recorded column of pi_old is mu; under ``loglinear``, it is a mixture of mu and pi. The
+distance of this column from mu therefore says nothing about the engines. At the first gradient step of a step, pi is
+still computed with the weights from the step's start, so pi is read instead of pi_old. At later gradient steps, pi has
+changed and cannot replace pi_old.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Recording:
         return one
 
     def choose_steps(self, steps: tuple[int, int | None] | None) -> list[int]:
-        """List the recorded steps from a first to a last step; None means all steps, and a last step of None no limit.
+        """Return the recorded steps in [first, last]; all steps for None, and no upper limit if ``last`` is None.
 
         Raises:
             RecordingError: no such step was recorded.
@@ -148,7 +148,7 @@ class Recording:
         return list(self.iterate_parts(step))
 
     def iterate_parts(self, step: int) -> Iterator[Step]:
-        """Yield the record of each rank and update of ``step``, in the order of ``files``, one in memory at a time.
+        """Yield the record of each rank and update of ``step`` in the order of ``files``, with one in memory at a time.
 
         Raises:
             RecordingError: a file is damaged, or ranks recorded different corrections.
@@ -344,7 +344,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def find_scored_rows(step: Step) -> NDArray[np.bool_]:
-    """Flag, as (N,) bool, the rows whose log pi_old under the trainer's own weights is known."""
+    """Return a (N,) bool mask of the rows whose log pi_old under the trainer's own weights is known."""
     if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
         return np.ones(len(step.rows), dtype=bool)
     return step.rows.mini_batch == 0

@@ -308,7 +308,7 @@ class RunRecord:
     def announce_update(
         self, plan: SharedPlan, *, rows: int, batch_split: Callable[[], BatchSplit], updates: int = 1
     ) -> SharedPlan:
-        """Add to an update's plan the data about this update that the recorders need.
+        """Add the data that the recorders need to an update's plan.
 
         Args:
             rows: number of rows of the batch.

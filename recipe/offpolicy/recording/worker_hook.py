@@ -187,7 +187,7 @@ def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
-    """Flag, as (B,) bool, the rows of the prompts to record, the same on every rank; None stands for all rows."""
+    """Return a (B,) bool mask of the rows to record, the same on every rank; None means all rows."""
     if share >= 1:
         return None
     if uids is None:

@@ -18,8 +18,8 @@ verl's own correction off. In a fork, write correction= instead of +correction@c
 trl (from 1.6.0 on) and verl; they print that framework's section in YAML.
 
 A correction that the target cannot express, or an unknown key that may belong to one, leads to an error that names the
-key. Keys that belong to the loss or have similar names, but correct nothing, are listed on standard error. --ignore
-KEY, which may be repeated, declares that an unknown key corrects nothing.
+key. Keys that belong to the loss, or merely resemble keys of a correction, are listed on standard error. --ignore KEY,
+which may be repeated, declares that an unknown key corrects nothing.
 
 Exit status: 0, or 2 if a file or an argument is invalid, or something cannot be expressed.
 """
@@ -134,7 +134,7 @@ def translate(
 
 
 def _switch_verls_off(document: Mapping[str, Any]) -> list[str]:
-    """Build the overrides that set verl's own correction back to its defaults, for the keys that differ."""
+    """Build the overrides that reset verl's own correction, one for each key that differs from its default."""
     given = {}
     for path, value in flatten(document, "verl").items():
         section, _, key = path.rpartition(".")

@@ -27,8 +27,8 @@ from ..correction.ratios import (
 from ..correction.row_layout import PackedRows, RowLayout
 
 Kind = Literal["raw", "capped", "banded", "k1", "k2", "k3"]
-"""A token's weight w before its bounds; min(w, upper); w, or 0 outside bounds; and k1, k2, k3 of log pi_old / mu. The
-loops number the kinds in this order."""
+"""Per-token statistics: the weight w before its bounds; min(w, upper); w, or 0 outside the bounds; and k1, k2, k3 of
+log pi_old / mu. The loops number the kinds in this order."""
 
 Numbers = NDArray[np.float64]
 Truths = NDArray[np.bool_]
@@ -123,7 +123,7 @@ class QuantitySums:
         return QuantitySums(self.of_tokens, self.table[:, :, rows])
 
     def concatenate(self, other: QuantitySums) -> QuantitySums:
-        """Return the quantities of both objects, starting with those of this object."""
+        """Return the quantities of both objects, those of this object first."""
         of_tokens = np.concatenate([self.of_tokens, other.of_tokens])
         return QuantitySums(of_tokens, np.concatenate([self.table, other.table], axis=1))
 

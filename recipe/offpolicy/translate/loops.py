@@ -32,7 +32,7 @@ _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
 """All bits except the sign bit; if these bits are flipped in negative floats, floats can be sorted as integers."""
 _LEAST, _GREATEST = int(np.float64(np.inf).view(np.int64)), int(np.float64(-np.inf).view(np.int64)) ^ _MAGNITUDE
-"""Extremes before the first number: inf and -inf as integers that sort like the floats."""
+"""Initial values of minimum and maximum: inf and -inf as integers that sort like the floats."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)

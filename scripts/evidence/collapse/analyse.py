@@ -3,7 +3,7 @@
     python scripts/evidence/collapse/analyse.py                   # tables and verdicts
     python scripts/evidence/collapse/analyse.py --figure [PNG]    # docs/collapse.png by default
 
-PLAN.md has the hypotheses.
+PLAN.md states the hypotheses.
 """
 
 from __future__ import annotations

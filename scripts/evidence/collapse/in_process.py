@@ -348,7 +348,7 @@ def begin() -> Path:
 
 
 def make(run: Planned, train_from: Callable[[Path], Records], out: Path) -> str:
-    """Make one run and add its steps to ``out``; return how the run ended."""
+    """Execute one run and add its steps to ``out``; return how the run ended."""
     model, began = begin(), time.time()
     records = train_from(model)
     seconds = time.time() - began

@@ -13,7 +13,7 @@ DATA = Path(__file__).resolve().parent / "results.parquet"
 """Results of the whole runs."""
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
 OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
-"""In-process results that start from the weights of another warm start; no verdict uses them."""
+"""Results of in-process runs that began with the weights of another warm start; no verdict uses them."""
 START_WEIGHTS = DATA.with_name("start_weights.safetensors")
 
 COLUMNS = {

@@ -1,4 +1,4 @@
-"""Makes the whole runs of the evidence on collapse, one after another; finished runs are not repeated.
+"""Executes the whole runs of the evidence on collapse, one after another; finished runs are not repeated.
 
     python scripts/evidence/collapse/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
@@ -78,7 +78,7 @@ def describe_code() -> dict[str, str | None]:
 
 
 def make(run: Run) -> str:
-    """Make one run and store its steps; return how the run ended."""
+    """Execute one run and store its steps; return how the run ended."""
     overrides = [*run.arm.overrides, quote("actor_rollout_ref.model.path", find_start_model()), f"data.seed={run.seed}"]
     return make_quickstart(run, *add_lag(run.arm.lag, overrides), LOGS, results.DATA, results.COLUMNS)
 
@@ -86,7 +86,7 @@ def make(run: Run) -> str:
 def make_quickstart(
     run: Run, overrides: list[str], environment: Mapping[str, str], logs: Path, data: Path, columns: Mapping[str, str]
 ) -> str:
-    """Make one run of the quickstart and store its steps, unless the machine ended it; return how the run ended.
+    """Run the quickstart once and store its steps, unless the machine ended the run; return how the run ended.
 
     Args:
         logs: folder for the run's log.
@@ -99,7 +99,7 @@ def make_quickstart(
     trained, seconds = len(list_updates(ended.records)), time.time() - began
     outcome = "finished" if trained >= run.arm.steps else f"ended with {ended.code}"
     if outcome != "finished" and (ended.code is None or SHORT_OF_MEMORY in ended.log):
-        return f"ended by its time limit or for lack of memory, {trained} steps; the next call repeats it"
+        return f"ended by its time limit or lack of memory after {trained} steps; the next call repeats it"
     card = {"arm": run.setting, "seed": run.seed, "outcome": outcome, "wall_seconds": round(seconds, 1)}
     if ended.records:
         results.append({**card, **describe_code()}, ended.records, data, columns)

@@ -59,7 +59,7 @@ SHARE, SEEDS = 1 / 3, 0.75
 """A collapse is expected to shorten answers to less than ``SHARE`` of the length of ``none`` in at least ``SEEDS`` of
 the seeds."""
 WITHIN = 0.05
-"""Expected of an anchor: the largest difference between its share of correct answers and that of ``none``."""
+"""Largest expected difference between the share of correct answers with an anchor and with ``none``."""
 COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}
 """Metric -> raw figure; the anchor is NaN in arms without an anchor."""
 RUN = ["arm", "seed"]
@@ -245,7 +245,7 @@ def draw(measured: pandas.DataFrame, path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Make the runs that are still missing, and write the raw figures."""
+    """Execute the runs that are still missing, and write the raw figures."""
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     entries, start = splits(TaskSettings())["train"], time.monotonic()

@@ -5,8 +5,8 @@
 The user asks for the answer again, twice. OFFPOLICY_CONVERSATION selects what happens to the tokens:
 
     kept         every turn is trained on as it was sampled, after the same context that the engine had
-    history      turns travel as text, as through a chat API: the trainer reads earlier turns tokenized again, with the
-                 log-probs of the sampled tokens; the last turn is as sampled
+    history      turns are passed on as text, as through a chat API: the trainer reads earlier turns re-tokenized, with
+                 the log-probs of the sampled tokens; the last turn is as sampled
     context      the engine receives the user's words with one more space than the trainer
 """
 

@@ -1,4 +1,4 @@
-"""An external module for verl that deliberately makes rollouts and trainer disagree, by one cause at a time.
+"""An external module for verl that deliberately makes rollouts and trainer disagree, for one cause at a time.
 
     OFFPOLICY_INJECT=name:strength    one of FAULTS, in VERL_USE_EXTERNAL_MODULES next to verl_patches.cpu
 
@@ -233,4 +233,4 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
 if NAME in FAULTS:
     after_import(*FAULTS[NAME])
 elif NAME != "none":
-    raise ValueError(f"OFFPOLICY_INJECT={NAME}: unknown, one of {', '.join(FAULTS)}")
+    raise ValueError(f"OFFPOLICY_INJECT={NAME}: unknown. Use one of {', '.join(FAULTS)}")

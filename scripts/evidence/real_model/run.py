@@ -1,4 +1,4 @@
-"""Makes the runs of the evidence on SmolLM2-135M-Instruct, one after another; finished runs are not repeated.
+"""Executes the runs of the evidence on SmolLM2-135M-Instruct, one after another; finished runs are not repeated.
 
     python scripts/evidence/real_model/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/real_model/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
@@ -109,7 +109,7 @@ ARMS = (
 
 
 def make(run: Run) -> str:
-    """Make one run and store its steps; return how the run ended."""
+    """Execute one run and store its steps; return how the run ended."""
     chosen = run.arm.overrides if _FLOAT32 in run.arm.overrides else (*run.arm.overrides, _BFLOAT16)
     overrides, environment = add_lag(run.arm.lag, [*chosen, f"data.seed={run.seed}"])
     if run.setting in UNROUNDED:

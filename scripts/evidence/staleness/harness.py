@@ -4,8 +4,8 @@
 
 There are eight prompts, with answers of eight tokens. The stages are the project's own; advantages and loss are verl's.
 A queue contains the batches by which the sampler is ahead. The batch on which step i trains was therefore sampled with
-the weights from before step i - eta, or with the first weights if there was no such step. With eta unbounded, the
-sampler keeps its first weights.
+the weights from before step i - eta, or with the initial weights if there was no such step. If eta is unbounded, the
+sampler keeps its initial weights.
 
 Trains with each of three shipped corrections at eta 0, 1, 2, 4, 8, 16 and without a bound, at two learning rates. This
 takes about ten minutes on two cores. Prints scores with intervals, draws them, and exits with 1 unless, at eta 8,

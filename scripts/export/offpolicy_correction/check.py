@@ -168,4 +168,7 @@ def _demand(what: str, found: Tensor, expected: Tensor, scale: Tensor) -> None:
     error = float((found - expected).abs().max())
     limit = TOLERANCE.get(found.dtype, TOLERANCE[torch.float32]) * float(scale)
     if not error <= limit:  # also for NaN
-        raise NotLive(f"{what}: the gradient is off by {error:.3g} from weight * keep * verl's own; limit {limit:.3g}.")
+        raise NotLive(
+            f"{what}: the gradient differs by {error:.3g} from weight * keep * verl's own gradient; the "
+            f"limit is {limit:.3g}."
+        )

@@ -102,7 +102,7 @@ class Correction:
             raise ValueError(f"correction.{sorted(unknown)[0]} is unknown. Use correction.weight and correction.masks.")
         weight = None if config["weight"] is None else _read(Weight, config["weight"], "correction.weight")
         if weight is not None and weight.aggregate == "any":
-            raise ValueError("correction.weight.aggregate=any has no value. Use product or geometric.")
+            raise ValueError("correction.weight.aggregate=any does not define a weight. Use product or geometric.")
         named = (config["masks"] or {}).items()
         return cls(weight, {name: _read(Mask, mask, f"correction.masks.{name}") for name, mask in named})
 

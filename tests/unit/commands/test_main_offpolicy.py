@@ -50,7 +50,7 @@ def test_keys_that_verl_does_not_have_are_explained(launch: Launcher) -> None:
     assert isinstance(result.status, str)
     assert result.status.startswith(REFUSED)
     assert "trainer.total_epoch=1: verl " in result.status
-    assert "it would have no effect. Set trainer.total_epochs if you mean that." in result.status
+    assert "it would have no effect. Set trainer.total_epochs if that is what you mean." in result.status
     assert "trainer.no_such=2: verl " in result.status
     assert result.trained == []
 

@@ -32,7 +32,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("correction=gsm", "correction=tis_token"), "Stack options as 'correction=[gsm,tis_token]'."),
     (("opd=advantage,loss",), "Choose one of them: opd=advantage or opd=loss."),
     (("correction={a: 1}",), "To set individual keys, use correction.KEY=VALUE."),
-    (("trainer.nnodes=1,2",), "but a launch takes one"),
+    (("trainer.nnodes=1,2",), "but a launch accepts only one"),
     ((f"trainer.total_epochs={LONG}",), "Hydra cannot read this value"),
     (("correction=gsm", "correction.masks.gms.upper=1.02"), "Choose an option that has this mask, such as gsm"),
     (("pass_at_k.k=8",), "pass_at_k is off, so the key would be unused. Add pass_at_k=analytic"),

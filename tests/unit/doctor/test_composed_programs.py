@@ -49,7 +49,7 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
     monkeypatch.chdir(program)
     with pytest.raises(LaunchError) as caught:
         compose(launch())
-    fix = f"some/config does not exist in {program}. Fix: check from the launch directory."
+    fix = f"some/config does not exist in {program}. Fix: run the doctor from the launch directory."
     assert str(caught.value).endswith(fix)
     (program / "some" / "config").mkdir(parents=True)
     (program / "some" / "config" / "shared.yaml").write_text("x: 1\n")
@@ -64,7 +64,9 @@ def test_a_verl_of_another_release_here_is_the_one_that_python_imports(
     monkeypatch.chdir(tmp_path)
     version = tmp_path / "verl" / "version" / "version"
     version.write_text("0.3.0.post1\n")
-    assert diagnose(Launch("verl.trainer.main_ppo", ())).error.startswith(f"{tmp_path}/verl is verl 0.3.0.post1, which")
+    assert diagnose(Launch("verl.trainer.main_ppo", ())).error.startswith(
+        f"{tmp_path}/verl contains verl 0.3.0.post1, which"
+    )
     version.write_text(f"{installed_release('verl')}\n")
     assert "is verl" not in diagnose(Launch("verl.trainer.main_ppo", ())).error
 
@@ -101,12 +103,13 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
     install = "therwise install the verl release that the program was written for."
     assert str(caught.value).split("\n") == [
-        f"actor.clip_cov_ratio=0.2: {has_none} Set actor.policy_loss.clip_cov_ratio if you mean that. O{install}",
-        f"trainer.total_epoch=3: {has_none} Set trainer.total_epochs if you mean that. O{install}",
+        f"actor.clip_cov_ratio=0.2: {has_none} Set actor.policy_loss.clip_cov_ratio if that is what you mean. "
+        f"O{install}",
+        f"trainer.total_epoch=3: {has_none} Set trainer.total_epochs if that is what you mean. O{install}",
         f"actor.grad_offload=True: {has_none} O{install}",
         f"free.x=1: {has_none} Write +free.x: any key can be added there.",
         f"trainer.no.such=: {has_none} O{install}",
-        f"actor.model_engine=x: {has_none} Set model_engine if you mean that. O{install}",
+        f"actor.model_engine=x: {has_none} Set model_engine if that is what you mean. O{install}",
         f"megatron.tp=2: {has_none} Set model_engine=megatron, which adds the key.",
         f"actor.megatron.tp=2: {has_none} Set model_engine=megatron, which adds the key.",
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
@@ -115,5 +118,5 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UnknownKeysError) as caught:
         compose(launch(*OVERRIDES[1:4]))
     first, second = str(caught.value).split("\n")
-    assert first.endswith(" Set trainer.total_epochs if you mean that.")
+    assert first.endswith(" Set trainer.total_epochs if that is what you mean.")
     assert second.endswith("and verl rejects it even with a +: it would have no effect.")

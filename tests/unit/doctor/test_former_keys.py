@@ -22,7 +22,7 @@ from verl_patches.contract import installed_release
         ("critic.model.fsdp_config.wrap_policy.x", "1", "0.7.1", "Write critic.fsdp.wrap_policy.x=1."),
         ("data.continuous_token.enable", "True", "0.9.0", "Launch with verl 0.9.0."),
         ("reward_model.model.input_tokenizer", "null", "0.7.0", "Delete this override: null has no effect."),
-        ("algorithm.rollout_correction.rollout_token_veto_threshold", "1e-4", "0.7.0", "Instead: a mask of ours"),
+        ("algorithm.rollout_correction.rollout_token_veto_threshold", "1e-4", "0.7.0", "Instead: one of our masks"),
     ],
 )
 def test_a_former_key(key: str, value: str, last: str, said: str) -> None:

@@ -66,7 +66,7 @@ def test_only_a_users_own_main_may_register_a_choice(key: str, tmp_path: Path, m
     given = ("+correction@correction=gsm", f"{key}=mine")
     own, verls = (of(*given, module=module) for module in ("own_main", VERLS[0]))
     assert own.verdict == "OK"
-    assert any(note.key == key and "this is not checked" in note.reason for note in own.notes)
+    assert any(note.key == key and "may register it" in note.reason for note in own.notes)
     assert verls.verdict == "ERROR"
 
 

@@ -49,7 +49,7 @@ def examined(*overrides: str) -> Preflight:
         (
             [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
             "actor_rollout_ref.rollout.calculate_log_probs",
-            "one acts on the loss",
+            "one changes the loss",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
         made.observe(seen(*[0.1] * 10, kept=3.0))
     assert "correction.masks.gsm: [0.977" in caplog.text
     assert (
-        "kept 0.3000 of the 60 sequences to which it applies, in 6 update(s); offpolicy.calibrate.target_kept=0.9"
+        "kept 0.3000 of the 60 sequences to which the mask applies, in 6 update(s); offpolicy.calibrate.target_kept=0.9"
         in caplog.text
     )
 
@@ -138,7 +138,7 @@ def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogC
         one_sided.restore(state, same_keys=False)
     assert one_sided.bounds == configured
     assert one_sided.state()["window"] == []
-    assert "correction.masks.gsm: the checkpoint has the bounds [0.98" in caplog.text
+    assert "correction.masks.gsm: the bounds in the checkpoint, [0.98" in caplog.text
 
 
 # How bounds travel ------------------------------------------------------------------------------------------

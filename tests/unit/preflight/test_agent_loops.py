@@ -100,7 +100,7 @@ def test_a_file_that_verl_cannot_read_is_wrong(content: str | None, module: Path
     for given in ("agent.yaml", str(path)):
         (problem,) = problems(config(agent_loop_config_path=given, default_agent_loop="mine"))
         assert (problem.verdict, problem.value) == ("ERROR", given)
-        assert "cannot read a list of agent loops" in problem.reason
+        assert "cannot read this file as a list of agent loops" in problem.reason
 
 
 def test_a_loop_that_nobody_registers_is_wrong_and_mended(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,8 @@ def test_a_loop_without_log_probs_is_inert(module: Path) -> None:
         (problem,) = problems(config(default_agent_loop=default, agent_loop_config_path=alone))
         assert problem.verdict == "NO-OP"
         assert problem.reason == (
-            f"the loop loop (of_mine.loop.Loop) creates its output without response_logprobs ({module}, line 3): "
-            "no mu arrives."
+            f"the loop loop (of_mine.loop.Loop) creates its output without response_logprobs ({module}, line 3), "
+            "so the trainer receives no mu."
         )
     both = listed(module.parent.parent, "loop", "other")
     verdicts = {"single_turn_agent": "NOTE", "other": "NOTE", "loop": "NO-OP"}

@@ -62,7 +62,7 @@ def test_score_centering_holds_for_the_fallback_and_does_not_begin_with_it(folde
     fallback = read_settings(resolved(folder, *asked))["ess"].fallback
     assert fallback is not None
     assert fallback.centering == 8
-    with pytest.raises(SpecError, match="requests them from its start"):
+    with pytest.raises(SpecError, match="requests them from the start"):
         resolved(folder, "correction=gsm", f"{KEY}.fallback=[tis_token,paper/score_centering]")
     with pytest.raises(SpecError) as refused:
         resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_sequence", "correction.centering=8")

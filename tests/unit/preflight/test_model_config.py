@@ -73,7 +73,7 @@ def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
         read_setup(Composed(config(mixture, "dense")))
     assert str(caught.value) == (
         f"setup.model=dense: the configuration implies moe: {mixture}/config.json has num_experts=64. "
-        f"Set setup.model=null to use the value of the configuration, or change the configuration."
+        f"Set setup.model=null to use the value that the configuration implies, or change the configuration."
     )
     assert caught.value.problem.overrides == ()
     assert read_setup(Composed(config(mixture))).model == "moe"

@@ -62,7 +62,7 @@ def describe_faults(causes: Sequence[Cause], *, stale: bool) -> str:
     named = "; ".join(f"{cause.name} ({cause.fix})" if cause.fix else cause.name for cause in faults)
     return (
         f"The mismatch has a cause that must be fixed first: {named}. A bound calibrated on this recording would only "
-        "fit this cause."
+        f"fit this fault."
     )
 
 
@@ -98,7 +98,7 @@ def _sample_step(sample: RowSample, recording: Recording) -> Rows:
 
 @dataclass(frozen=True)
 class Part:
-    """Contribution of some rows to an attribution.
+    """Partial result of an attribution, computed from some of the rows.
 
     Attributes:
         rows: number of rows that are attributed.
@@ -172,7 +172,7 @@ def join_parts(parts: Iterable[Part], worst: int) -> Part:
 
 
 WORST = 12
-"""Number of tokens, and number of rows, to list."""
+"""Number of worst tokens, and of worst rows, to list."""
 SEARCHED = 1_000_000
 """Largest number of tokens in the sample that is searched for causes."""
 
@@ -223,7 +223,8 @@ def attribute(
     """Read a recording step by step and attribute its mismatch.
 
     Args:
-        steps: first and last step to read; a last step of None means the last recorded step, and None means all steps.
+        steps: first and last step to read; None reads all steps, and a last step of None reads to the end of the
+            recording.
         worst: number of tokens, and number of rows, to list.
         jobs: the processes that read the steps.
         tokenizer: folder of the tokenizer that converts token ids to text; if empty, the recorded model's tokenizer.

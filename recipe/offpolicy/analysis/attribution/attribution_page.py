@@ -22,7 +22,7 @@ def compute_kl(attribution: Attribution) -> float:
 
 
 def is_healthy(attribution: Attribution) -> bool:
-    """Check whether KL(mu, pi_old) is no larger than usual for two healthy engines."""
+    """Return True if KL(mu, pi_old) is in the normal range for two healthy engines."""
     return compute_kl(attribution) <= THRESHOLDS.healthy
 
 
@@ -36,11 +36,11 @@ def describe_unexplained(attribution: Attribution) -> str:
         # Fresh rows let the decomposition separate the effect of age; rows with unknown versions do not show age.
         if 0 in ages or max(ages, default=-1) < 1:
             return large
-        return f"{large} No row is fresh (weights up to {max(ages)} steps old), so age alone may be the cause."
+        return f"{large} No row is fresh (weights up to {max(ages)} steps old), so age alone may explain the mismatch."
     if all(cause.verdict == "not testable" for cause in attribution.causes):
         why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
         return f"No cause can be tested: {'; '.join(why)}."
-    return f"No cause stands out: KL(mu, pi_old) is {kl:.2g} nats per token, as between two healthy engines."
+    return f"No cause stands out: KL(mu, pi_old) is {kl:.2g} nats per token, which is normal for two healthy engines."
 
 
 _MEAN, _STD, _KL = Column("mean", "log pi_old/mu", digits=4), Column("std", digits=4), Column("KL", "nats", digits=6)
@@ -196,7 +196,7 @@ _HEIGHT: Final = 3.4
 
 
 def build_panels(attribution: Attribution) -> list[Panel]:
-    """Build the panels by step, of the shares, and of the profiles by position, probability, length and turn."""
+    """Build the panels by step, panels of the shares, and profiles by position, probability, length and turn."""
     profiles = {name: attribution.profiles[name] for name in _SHOWN if len(attribution.profiles[name]) > 1}
     return [
         _build_steps(attribution),

@@ -55,9 +55,8 @@ class Thresholds:
 
     Attributes:
         shift: required gain in the correlation of log mu with log pi_old if the adjacent token's log pi_old is used.
-        related, part_related: ``related`` is the correlation of log mu with log pi_old over all tokens below which they
-            count as unrelated; ``part_related`` is the correlation within a single step or turn above which they do
-            not.
+        related, part_related: log mu and log pi_old count as unrelated if their correlation over all tokens is below
+            ``related``, unless their correlation within a single step or turn is above ``part_related``.
         healthy: largest KL(mu, pi_old), in nats per token, that needs no explanation.
         turn_factor: KL of a turn divided by the KL of the cleanest turn, at equal probability.
         growth: KL of a step divided by the KL of the freshest steps.
@@ -68,7 +67,7 @@ class Thresholds:
         one_sided: share of the sum of (log mu - log pi_old)^2 that comes from tokens where mu is larger.
         above: deviation, in nats, of log pi_old - log mu at tokens where pi_old is larger; beyond this deviation, the
             mean ratio does not show that mass was cut off.
-        exhausted: number of contexts in which every token that mu allows was sampled.
+        exhausted: minimum number of contexts in which every token that mu allows was sampled.
         noise: standard deviation of log pi_old - log mu, in nats, over tokens with a probability of 0.1 to 0.9.
         tail: the standard deviation for probabilities below 0.1, divided by the standard deviation for probabilities
             above 0.5.

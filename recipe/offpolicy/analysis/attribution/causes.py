@@ -1,8 +1,8 @@
 """Search for the causes of a mismatch between mu and pi_old: a sequence of tests over recorded tokens.
 
-Misalignment is tested first, because log-probs of other tokens invalidate all other tests. Re-tokenised turns and stale
-steps are then left out, so that the remaining tests cover only the backend: temperature, truncated sampling, extra
-vocabulary and numerics.
+Misalignment is tested first, because log-probs that belong to the wrong tokens invalidate all other tests. Re-tokenised
+turns and stale steps are then left out, so that the remaining tests cover only the backend: temperature, truncated
+sampling, extra vocabulary and numerics.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ LOWEST = -15.0
 
 
 def find_misalignment(sampled: SampledTokens) -> Cause:
-    """Test how log pi_old correlates with log mu of the same token, and of the adjacent tokens in the row."""
+    """Test how log pi_old correlates with log mu of the same token and with that of adjacent tokens in the row."""
     columns = {lag: _collect_correlation_terms(sampled, lag) for lag in (-1, 0, 1)}
     shifted = _find_shift(sampled, columns)
     if shifted.verdict == "present":
@@ -102,7 +102,10 @@ def _find_shift(sampled: SampledTokens, columns: Mapping[int, Array]) -> Cause:
         sentence = f"log pi_old correlates with log mu of the same token ({values[0]:.2f}; adjacent {values[best]:.2f})"
         return Cause(MISALIGNMENT, "absent", evidence, sentence)
     side = "before" if best == 1 else "after"
-    sentence = f"log mu belongs to the token {side}: its correlation is {values[best]:.2f}, unshifted {values[0]:.2f}"
+    sentence = (
+        f"log mu belongs to the token {side}: the correlation is {values[best]:.2f} with this shift and "
+        f"{values[0]:.2f} without it"
+    )
     fix = "fix the slicing in the code that computes mu: mu of token t is the log-prob at position t - 1 of the logits"
     return Cause(MISALIGNMENT, "present", evidence, sentence, fix)
 
@@ -127,7 +130,7 @@ def _find_unrelated(sampled: SampledTokens, columns: Array, evidence: Mapping[st
         f"log mu is unrelated to log pi_old: their correlation is {here.value:.2f} [{here.low:.2f}, {here.high:.2f}], "
         f"and the KL is {sampled.k3.mean():.2g} nats per token"
     )
-    fix = "find where mu is joined to the wrong rows, or where entirely different weights compute it"
+    fix = "find out where mu is joined to the wrong rows, or where it is computed with entirely different weights"
     return Cause(MISALIGNMENT, "present", {**evidence, **here.name("correlation_0", "low", "high")}, sentence, fix)
 
 
@@ -162,7 +165,7 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
     contexts, index, y, x = center_within_contexts(sampled)
     evidence: dict[str, float] = {"contexts": contexts}
     if contexts < LEAST_CONTEXTS:
-        why = f"only {contexts} of {LEAST_CONTEXTS} contexts have two tokens: set rollout.n to 2 or more"
+        why = f"only {contexts} contexts have two tokens, but {LEAST_CONTEXTS} are needed: set rollout.n to 2 or more"
         return Cause(TEMPERATURE, "not testable", evidence, why)
     cluster = sampled.cluster[index]
     slope = estimate_ratio(x * y, x * x, cluster)
@@ -278,10 +281,10 @@ def find_truncation(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tupl
     elif restricted:
         by_what = f"the run's card says {restricted}"
     else:
-        not_all = f"only in {contexts} contexts do the sampled tokens have all of mu's mass"
+        not_all = f"the sampled tokens have all of mu's mass in only {contexts} contexts"
         sentence = (
-            f"{constant}, and every token that could be sampled was sampled: the engine masks some ids that pi_old "
-            "allows"
+            f"{constant}, but the samples almost never include every token that mu allows: the engine masks some ids "
+            f"that pi_old allows"
         )
         fix = "cut the output layer to the tokenizer's size (config.vocab_size), or mask the same ids in the trainer"
         return Cause(TRUNCATED, "absent", evidence, not_all), Cause(EXTRA, "present", evidence, sentence, fix)
@@ -335,7 +338,7 @@ def find_numerics(sampled: SampledTokens, *, offset: bool) -> Cause:
         sentence = f"the gap's deviation of {noise.value:.2g} nats is normal for two engines in bfloat16"
         return Cause(NUMERICS, "absent", evidence, sentence)
     if tail is None or tail.low <= THRESHOLDS.tail:
-        sentence = f"the gap of {noise.value:.2g} nats does not grow towards low probability"
+        sentence = f"the gap of {noise.value:.2g} nats does not increase at low probability"
         return Cause(NUMERICS, "absent", evidence, sentence)
     sentence = (
         f"the gap has no preferred sign; its deviation is {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] "

@@ -132,7 +132,7 @@ def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
 
 
 def place_cells(cells: pl.DataFrame, rows: int) -> Array:
-    """Add up cells as ``mismatch_shares.compute_sums_by_row`` adds up the tokens of padded rows: (rows, *SHAPE)."""
+    """Sum the cells of each row, in the layout of ``mismatch_shares.compute_sums_by_row``: (rows, *SHAPE)."""
     age = cells["staleness"].to_numpy()
     kind = np.where(age < 0, AGES.index("unknown"), age > 0)
     sums = np.zeros((rows, *SHAPE))
@@ -141,7 +141,7 @@ def place_cells(cells: pl.DataFrame, rows: int) -> Array:
 
 
 def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch_shares.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE)."""
+    """Compute the sums of ``mismatch_shares.compute_sums_by_row`` from recorded rows, without padding: (N, *SHAPE)."""
     return place_cells(sum_cells(rows)[0], len(rows))
 
 
@@ -167,7 +167,7 @@ def compute_routing_sums(rows: Rows) -> dict[str, Array]:
 BOUNDS: Final = tuple(
     round(2**32 * total) for total in itertools.accumulate(math.exp(-1) / math.factorial(k) for k in range(12))
 )
-"""Scaled distribution function of a Poisson variable: uniform values from which the variable is 1, 2, and so on."""
+"""Scaled cumulative distribution of a Poisson variable: the uniform values at which it becomes 1, 2, and so on."""
 
 
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
@@ -235,7 +235,7 @@ class VersionMismatch:
 
 
 def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
-    """Sum all rows, and each bootstrap draw of them: (1 + REPLICATES, *SHAPE); results of several sets of rows add up.
+    """Sum all rows, and each bootstrap draw of them: (1 + REPLICATES, *SHAPE); results of disjoint sets can be added.
 
     The count of each row in a draw is a Poisson variable of mean 1, independent of other rows (Chamandy et al. 2012),
     so the sum of a draw from each of two sets is a draw from their union.

@@ -1,10 +1,10 @@
 """Tests for causes that affect only some of the tokens: re-tokenised turns, and weights that differ from the trainer's.
 
-Keys and values of older weights stay in an engine's prefix cache if the cache is not cleared when new weights arrive.
-The engine uses them for repeated prompts but not for new prompts. This difference alone does not distinguish a stale
-cache from older weights, because an update has the largest effect on the prompts that it was trained on, which include
-the repeated prompts. However, older weights affect new prompts as well. A comparison of weights at each synchronisation
-distinguishes undelivered weights from delivered weights that are stale.
+Keys and values computed with older weights stay in an engine's prefix cache if the cache is not cleared when new
+weights arrive. The engine uses them for repeated prompts but not for new prompts. This difference alone does not
+distinguish a stale cache from older weights, because an update has the largest effect on the prompts that it was
+trained on, which include the repeated prompts. However, older weights affect new prompts as well. A comparison of
+weights at each synchronisation distinguishes undelivered weights from delivered weights that are stale.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def find_stale_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
 
 
 def _report_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
-    """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as the freshest step's."""
+    """Build the verdict on repeated prompts; ``alone``: whether new prompts are as fresh as in the freshest step."""
     found = (
         f"in the same steps and at equal probability, rows with a repeated prompt have {kept.value:,.0f} times the KL "
         f"of rows with a new prompt ({evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats per token), and"
@@ -167,7 +167,7 @@ def _compare_prompts(sampled: SampledTokens, again: Mask) -> tuple[Estimate | No
 
 
 def _explain_missing_comparison(sampled: SampledTokens) -> str:
-    """Explain what is missing to tell stale weights from a stale cache; empty if recorded versions show the weights."""
+    """Explain which data are missing to tell stale weights from a stale cache; empty if versions were recorded."""
     if (sampled.staleness > 0).any():
         return ""
     return (

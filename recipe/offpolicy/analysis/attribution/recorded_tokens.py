@@ -32,7 +32,7 @@ BYTES_A_TOKEN: Final = 12
 
 @dataclass(frozen=True)
 class RowSample:
-    """Which rows to read from a recording.
+    """Selection of the rows to read from a recording.
 
     Attributes:
         steps: steps from which rows are taken; None to take all rows of all steps.
@@ -255,7 +255,7 @@ def _count_steps_since_new(rows: Rows) -> Integers:
 
 
 def number(keys: NDArray[np.generic]) -> Integers:
-    """Replace keys by consecutive integers."""
+    """Replace keys with consecutive integers."""
     return np.unique(keys, return_inverse=True)[1].astype(np.int64)
 
 

@@ -181,7 +181,7 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], rows: int, most: int) -> pl.DataFrame:
-    """Find the ``most`` largest sizes above 0, one per context, with ``count`` and ``loss`` over its copies."""
+    """Find the ``most`` largest positive sizes, one per context, with ``count`` and ``loss`` summed over its copies."""
     known = pl.DataFrame({"place": np.arange(len(size)), "size": size, "context": context, "loss": loss})
     known = known.filter(pl.col("loss") >= 0)
     # A context occurs at most once per row, so the largest values contain enough different contexts.

@@ -110,7 +110,7 @@ def _build_overview_table(result: CalibrationResult) -> Table:
 
 
 def _build_length_table(proposal: Proposal, confidence: float) -> Table:
-    """Build the table of bounds by length, which only serves as advice."""
+    """Build the table of bounds by length, which is only advice."""
     part = proposal.part
     common = proposal.threshold.values or ({} if part.unset else part.now)
     reaches = f"{format_bounds(common) if common else 'the common bound'} reaches"
@@ -186,7 +186,11 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
     if not test.depends:
         return f"{name}: no dependence on length was found ({criterion}), so one bound suits all lengths."
     direction = "short" if test.correlation < 0 else "long"
-    advice = " The correction takes one bound: see the bounds by length before setting it." if proposal.lengths else ""
+    advice = (
+        (" The correction accepts only one bound: check the bounds by length before setting it.")
+        if proposal.lengths
+        else ""
+    )
     return f"{name}: depends on length ({criterion}), so one bound rejects {direction} rows first.{advice}"
 
 

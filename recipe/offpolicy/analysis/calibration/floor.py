@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 Floats = NDArray[np.float64]
 
 ROUNDING = 1e-3
-"""Largest mean |log pi - log pi_old| of a row, in nats per token, at which pi and pi_old count as one policy."""
+"""Largest mean |log pi - log pi_old| of a row, in nats per token, at which pi and pi_old count as equal."""
 _LOWER = (0.95, 0.9, 0.8)
 """Quantiles that are suggested if the recording is too short for the requested one."""
 
@@ -115,7 +115,7 @@ def compute_quantile_interval(
 
 
 def compute_least_count(share: float, confidence: float) -> int:
-    """Compute how many independent units bound the ``share``-quantile from above: share^n <= 1 - confidence."""
+    """Return the smallest number n of independent units that bounds the quantile: share^n <= 1 - confidence."""
     return math.ceil(math.log(1 - confidence) / math.log(share))
 
 

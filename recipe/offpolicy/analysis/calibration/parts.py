@@ -1,4 +1,4 @@
-"""Bounds of a correction that can be calibrated from a recording; one number, the radius, moves each bound."""
+"""Bounds of a correction that can be calibrated from a recording; each bound is moved by one number, its radius."""
 
 from __future__ import annotations
 

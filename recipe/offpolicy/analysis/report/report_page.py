@@ -56,7 +56,7 @@ def build_step_panels(timeline: Timeline) -> list[Panel]:
 
 
 def build_length_panels(timeline: Timeline) -> list[Panel]:
-    """Build the panels of kept share by length, and of row counts."""
+    """Build the panels of kept share and of row counts by length."""
     entries, places = timeline.lengths, range(len(timeline.lengths))
     x = Axis("T, response tokens of a row", ticks={at: format_bucket(one.bucket) for at, one in enumerate(entries)})
     lines: dict[str, Series] = {

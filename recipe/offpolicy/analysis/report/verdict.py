@@ -130,7 +130,7 @@ def _attempt(work: Callable[[], T]) -> T | str:
 
 
 def _add_missing(recorded: CorrectionSpec, default: Mapping[str, Any]) -> CorrectionSpec:
-    """Add the default's weight and masks to the recorded correction, if it has none.
+    """Add the weight or the masks of ``default`` to the recorded correction if it has none.
 
     Raises:
         SpecError: the correction was none, and the default is not compatible with the recorded pi_old.

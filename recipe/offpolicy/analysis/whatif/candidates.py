@@ -1,4 +1,4 @@
-"""Corrections to replay: the recorded correction, corrections composed from Hydra overrides, and grids over these."""
+"""Corrections to replay: the recorded correction, corrections composed from Hydra overrides, and grids over them."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def _change(mapping: Mapping[str, Any], point: Mapping[str, str]) -> dict[str, A
 
 
 def _list_keys(mapping: Mapping[str, Any]) -> set[str]:
-    """List the keys that a grid can vary: those with a value of their own, and those that an option may leave out."""
+    """List the keys that a grid can vary: those that have a value, and those that an option may omit."""
     keys = {f"{GROUP}.{path}" for path, _ in _leaves(mapping)}
     parts = {key.rpartition(".")[0] for key in keys} - {GROUP}
     return keys | {f"{part}.{name}" for part in parts for name in _OPTIONAL}

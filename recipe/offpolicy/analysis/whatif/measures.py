@@ -113,7 +113,7 @@ def build_reference_block(block: Block, loss: RecordedLoss) -> ReferenceBlock:
 
 
 def weigh_advantages(spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: Array | None = None) -> Tensor:
-    """Compute f A, as defined in ``replay``, minus a penalty's pull: (B, W) float64, 0 where ``of.counted`` is
+    """Compute f A, as defined in ``replay``, minus the penalty's term: (B, W) float64, 0 where ``of.counted`` is
     False.
 
     Args:
@@ -233,7 +233,7 @@ class Agreement:
 
 
 def compare_pairs(keep: Sequence[Tensor], weighed: Sequence[Tensor], counted: Tensor) -> Array:
-    """Compare S corrections on one block: (3, S, S), sums over blocks of which yield the agreement.
+    """Compare each pair of S corrections on one block; the results of several blocks can be added.
 
     Args:
         keep: (B, W) bool for each correction.
@@ -241,7 +241,8 @@ def compare_pairs(keep: Sequence[Tensor], weighed: Sequence[Tensor], counted: Te
         counted: (B, W) bool, tokens that are compared. A row is rejected if all of these tokens are rejected.
 
     Returns:
-        The tokens that both corrections reject, the rows that both reject, and the product of their gradient weights.
+        (3, S, S): for each pair, the number of tokens that both reject, the number of rows that both reject, and the
+        inner product of their gradient weights.
     """
     rejected = torch.stack([counted & ~one for one in keep])
     whole = (rejected.sum(-1) == counted.sum(-1)) & counted.any(-1)
@@ -251,7 +252,7 @@ def compare_pairs(keep: Sequence[Tensor], weighed: Sequence[Tensor], counted: Te
 
 
 def compute_agreement(pairs: Array) -> Agreement:
-    """Compute the agreement from sums of ``compare_pairs``."""
+    """Compute the agreement from the added results of ``compare_pairs``."""
     tokens, rows, gram = pairs
     of_tokens, of_rows = (_divide_all(both, np.diag(both)[:, None] + np.diag(both) - both) for both in (tokens, rows))
     # The Gram matrix of the gradient weights yields all cosines at once.
@@ -275,7 +276,7 @@ class CorrectionMeasures:
     ``denominator=kept``, and A is its advantage (see ``replay``); n is the number of valid tokens.
 
     Attributes:
-        tokens, rows: number of response tokens, and of rows with a response token.
+        tokens, rows: number of response tokens, and number of rows with a response token.
         kept_tokens, kept_rows: the shares of tokens and rows that are kept; a row is kept if at least one of its tokens
             is kept.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
@@ -289,7 +290,7 @@ class CorrectionMeasures:
             (sum rho)^2 / sum rho^2.
         bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to the
             latter's norm, sqrt(sum ((f - rho) A)^2 / sum (rho A)^2). The reference rho is the untruncated pi / mu of
-            the token (unbiased for PPO's surrogate, which leaves the distribution of prefixes as it is) or of the whole
+            the token (unbiased for PPO's surrogate, which does not change the distribution of prefixes) or of the whole
             row (unbiased for the policy gradient). By the Cauchy-Schwarz inequality, no gradient with unit second
             moment can deviate by more. The distance is therefore an upper bound of the bias, and also includes noise
             that would average out. ``bias_sequence`` is None if the reference is based on fewer than ``FEW`` rows.

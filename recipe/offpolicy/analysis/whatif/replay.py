@@ -289,7 +289,7 @@ class RecordedLoss:
         share = _read_number(card, "offpolicy.record.share")
         return cls(
             name=name if isinstance(name, str) else "",
-            # For a side without a clip of its own, verl uses clip_ratio.
+            # For a side without its own clip, verl uses clip_ratio.
             low=both if low is None else low,
             high=both if high is None else high,
             dual=dual,
@@ -327,10 +327,10 @@ class RecordedLoss:
             return ""
         if not self.name:
             return "The recording does not name the base loss, so pi / pi_old is used without a clip."
-        return f"The own ratio and clip of base loss {self.name} are not modelled; pi / pi_old is used without a clip."
+        return f"The ratio and clip of the base loss {self.name} are not modelled; pi / pi_old is used without a clip."
 
     def explain_unknown(self, rows: Rows) -> str:
-        """Explain why N and R of the mini-batches of ``rows`` are unknown; empty if they are known.
+        """Explain why ``compute_scale`` cannot be used for ``rows``; empty if it can.
 
         Args:
             rows: all recorded rows of one step's updates under one correction.

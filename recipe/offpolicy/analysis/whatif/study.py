@@ -131,7 +131,7 @@ class Study:
     Attributes:
         directory: directory of the recording.
         steps: the replayed steps.
-        rows, tokens: numbers of rows with a response token, and of response tokens, in these steps.
+        rows, tokens: number of rows with a response token, and number of response tokens, in these steps.
         outcomes: the outcome of each correction that could be replayed.
         failures: label -> why the correction could not be replayed.
         agreement: agreement between ``outcomes``, in their order.
@@ -266,7 +266,10 @@ def _format_notes(totals: _Totals, measures: Sequence[CorrectionMeasures], *, sa
     if sampled and totals.needs_batch:
         yield "Only a sample of the rows was recorded, so constants of the whole batch are computed from the sample."
     for (asked, reason), steps in totals.unscaled.items():
-        yield f"{asked} is replayed as original at {len(steps)} step(s), because its factor is unknown: {reason}."
+        yield (
+            f"{asked} is replayed with the original denominator at {len(steps)} step(s), because its factor is "
+            f"unknown: {reason}."
+        )
     # A correction may fail after an earlier step has added a note about it.
     if labels := sorted(totals.other_advantages - totals.failures.keys()):
         more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""

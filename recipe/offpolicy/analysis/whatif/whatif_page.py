@@ -285,7 +285,7 @@ def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, fl
 _STEPS = 60
 """Maximum number of steps for which the per-step table is shown."""
 MEANINGS = {
-    "tokens kept, rows kept": "share of response tokens that receive a gradient, and of rows with such a token.",
+    "tokens kept, rows kept": "share of response tokens that receive a gradient, and share of rows with such a token.",
     "mismatch left": (
         "benefit of a mask: the share of KL(mu, pi), by k3 of pi/mu over tokens, that remains on tokens which still "
         "receive a gradient. The further it is below the share of tokens kept, the better the mask selects deviating "
@@ -302,8 +302,8 @@ MEANINGS = {
         "possible error of a gradient (Cauchy-Schwarz), including noise that would average out."
     ),
     "bias by row": (
-        "the same distance from the pi/mu of the whole row, which is unbiased but, for long rows, depends on few of "
-        "them."
+        "the same distance, but from the pi/mu of the whole row: this reference is unbiased, but for long rows it "
+        "depends on only a few of them."
     ),
     "in common (Jaccard)": "share of the tokens or rows rejected by either correction that both corrections reject.",
     "systematic part": "the part of the distance that cannot average out: shifts of the mean by length and sign of A.",
@@ -321,7 +321,10 @@ def describe_scope(study: Study) -> str:
 def build_blocks(study: Study) -> list[Block]:
     """Build all tables, panels and sentences, and the meaning of the columns."""
     few = len(study.outcomes) <= MOST_COMPARED
-    left_out = f"Tables of agreement and by step are shown for at most {MOST_COMPARED} corrections; --json has all."
+    left_out = (
+        f"Tables of agreement and by step are shown for at most {MOST_COMPARED} corrections; --json includes "
+        f"all of them."
+    )
     by_step = ("kept_tokens", "ess", "lr_scale") if few and 1 < len(study.steps) <= _STEPS else ()
     failures = [[shorten_label(label), reason] for label, reason in study.failures.items()]
     columns = [Column("correction"), Column("not replayed, because")]

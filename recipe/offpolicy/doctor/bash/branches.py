@@ -15,7 +15,7 @@ _ROUNDS = 100
 
 
 class Branches:
-    """Commands that decide which other commands run; ``interpreter.Interpreter`` runs all other commands.
+    """Runs the commands that decide which other commands run; ``interpreter.Interpreter`` runs all others.
 
     Attributes:
         state: the shell's state.
@@ -46,7 +46,7 @@ class Branches:
         raise NotImplementedError
 
     def print(self, printed: Field) -> None:
-        """Append to the output; as one value, so that its length is limited."""
+        """Append to the output, which is kept as a single value so that its length is limited."""
         if self.printed is not None:
             self.printed = [concatenate([*self.printed, printed])]
 
@@ -73,7 +73,7 @@ class Branches:
         return status
 
     def _needs_file(self, end: ScriptEnd, tested: int) -> bool:
-        """Return True if an exit with an error may be due to a file that is missing here, and note the assumed file.
+        """Return True if an exit with an error may be due to a file that is missing here, and note the file as assumed.
 
         A script uses such a condition to check that it runs on the launch machine, which may not be this machine.
 
@@ -171,7 +171,7 @@ class Branches:
             self.state = outside
 
     def _run_either(self, first: Callable[[], object], second: Callable[[], object] | None, why: Unknown) -> Unknown:
-        """Process commands of which at most one runs; everything that they change is unknown afterwards.
+        """Process branches, at most one of which runs; everything that they change is unknown afterwards.
 
         A branch that ends the script changes nothing.
         """

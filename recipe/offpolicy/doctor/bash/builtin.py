@@ -1,4 +1,4 @@
-"""Bash's builtin commands, insofar as they change the interpreter's state."""
+"""The bash builtins that change the interpreter's state."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _FILES: dict[str, Callable[[Path], bool]] = {
 
 
 def evaluate_test(words: list[Field], state: ShellState, line: int, *, patterns: bool = False) -> Truth:
-    """Evaluate a test of expanded words; Unknown, with the reason, if it depends on an unknown value.
+    """Evaluate a test of expanded words; return Unknown, with the reason, if the result depends on an unknown value.
 
     Args:
         patterns: whether the operand after = and != is a pattern, as in [[ ]].
@@ -104,7 +104,7 @@ def _or(first: Truth, second: Truth) -> Truth:
 
 
 def _divide(a: int, b: int) -> int:
-    """Divide towards zero, as in C."""
+    """Divide and round towards zero, as in C."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 

@@ -84,7 +84,7 @@ class Interpreter(Branches):
             if token.text.partition("=")[0] not in self.state.read:
                 raise ScriptError(
                     f"line {token.line}: {token.text} is a variable that the script does not use, not an override. "
-                    f"Fix: put it after the module, and end each line of the launch except the last in a backslash."
+                    f"Fix: put it after the module, and end each line of the launch except the last with a backslash."
                 )
 
     @property
@@ -191,7 +191,8 @@ class Interpreter(Branches):
     def _refuse_lost(self, word: str, command: Simple) -> NoReturn:
         raise ScriptError(
             f"line {command.line}: {shorten([word])} is a separate command, not part of the launch. Fix: end each line "
-            f"of the launch except the last in a backslash, without blanks, comments, empty lines, ; & or | between."
+            f"of the launch except the last with a backslash, and put no blanks, comments, empty lines, ;, & or | "
+            f"between the lines."
         )
 
     def _read_input(self, token: Token) -> Field:
@@ -326,7 +327,7 @@ class Script:
         calls: the programs that it would run, in order.
         looked_at: the script arguments that the script itself reads.
         end: how the script ends before its last line; None if it does not.
-        unset: the variables that are unset here, among those that the script reads before that; "1" for any argument.
+        unset: the variables that the script reads before ``end`` and that are unset here; "1" stands for any argument.
         assumed: assumptions about files that do not exist here.
     """
 

@@ -43,7 +43,7 @@ _LIMITED = ["/bin/sh", "-c", f'ulimit -v {_MEMORY}; ulimit -f {LARGEST // 512}; 
 
 
 def read_text(path: Path) -> str:
-    """Read a text file of bounded size.
+    """Read a text file that is not too large.
 
     Raises:
         OSError: the file cannot be read, or is too long.

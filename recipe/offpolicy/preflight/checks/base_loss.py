@@ -60,7 +60,10 @@ def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         yield unknown or _build_refusal(run, str(cause) or type(cause).__name__, parts)
         return
     if run.registrar and actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY:
-        reason = f"verl has no such loss; {run.registrar} may register it, but this is not checked before an update."
+        reason = (
+            f"verl has no such loss; {run.registrar} may register it, but this cannot be checked before the "
+            f"first update."
+        )
         yield run.problem(LOSS_MODE, reason, "", (), parts, "NOTE")
         return
     try:
@@ -69,7 +72,10 @@ def _check(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         wrong = f"the loss fails on a small batch: {error}"
     if not wrong:
         return
-    fix = f"No override corrects {actor.policy_loss.loss_mode}; vanilla, gspo or cispo trains another objective."
+    fix = (
+        f"No override corrects {actor.policy_loss.loss_mode}; switching to vanilla, gspo or cispo would change the "
+        f"objective."
+    )
     sets: dict[str, Any] = {}
     misspelt = actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY
     if misspelt and (near := find_closest(str(actor.policy_loss.loss_mode), POLICY_LOSS_REGISTRY)):
@@ -108,13 +114,13 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
 
 
 def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
-    """Build the problem for an actor that verl's dataclasses reject, under the key that the message names, if any."""
+    """Report an actor section that verl's dataclasses reject, under the key that verl's message names, if any."""
     reason = f"verl rejects it: {' '.join(said.split()).rstrip('.?')}."
     named = [key for key, choice in CHOICES.items() if key.startswith(ACTOR) and choice.rejects(run.get(key, ...))]
     named += [key for word in re.findall(r"\w+_\w+", said) for key in itertools.islice(_find_keys(run, word), 1)]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if not name:
-        fix = f"Change the key of {ACTOR} that verl's message is about."
+        fix = f"Change the key of {ACTOR} that verl's message names."
         return run.problem("", f"{ACTOR}: {reason}", fix, (), parts, value=None)
     if name.endswith(_DEMANDED):
         whole = f"{ACTOR}.ppo_micro_batch_size"
@@ -200,7 +206,7 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
 def _run(
     actor_config: Any, batch: TensorDict, factor: Tensor, pieces: tuple[int, ...] = (len(_LENGTHS),)
 ) -> tuple[Tensor, Tensor]:
-    """Compute the summed loss, and the (B, T) gradient of the policy term at log_prob, with these micro-batches."""
+    """Return the loss summed over the micro-batches, and the (B, T) gradient of its policy term w.r.t. log_prob."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 

@@ -78,28 +78,31 @@ def _find_unreachable(run: Composed, name: str, mask: MaskSpec) -> Iterator[Prob
 
 
 def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
-    """Find a band of width 0, which rejects every policy that differs at all."""
+    """Find bands of width 0, which reject everything unless the two policies are identical."""
     neutral, one_sided = 1.0 if mask.entry.on_ratio else 0.0, mask.entry.one_sided
     if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
-    reason = f"the mask keeps only exactly {neutral:g}, bitwise equal policies, and rejects everything else."
+    reason = (
+        f"the mask keeps only the value {neutral:g}, which requires bitwise equal policies, and rejects "
+        f"everything else."
+    )
     sides = ("upper",) if one_sided else ("lower", "upper")
     sets = {f"correction.{name}.{side}": _get_usual(mask, side) for side in sides}
     yield run.problem(f"correction.{name}.upper", reason, "", sets, (name,), value=mask.upper)
 
 
 def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
-    """Warn of bounds that were not reached in any recorded run."""
+    """Warn about bounds that were not reached in any recorded run."""
     for name, mask in list_masks(run):
         for bound, value, distance in _measure_distances(mask):
             if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
                 at, usual = f"correction.{name}.{bound}", _get_usual(mask, bound)
-                reason = "no run with two related policies reaches it, so it would never act. Usual: "
+                reason = "values beyond this bound occur only if the policies are unrelated, so it never acts. Usual: "
                 yield run.problem(at, f"{reason}{format_value(usual)}.", "", {at: usual}, (name,), "NO-OP", value=value)
 
 
 def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
-    """Measure how far each configured bound is from agreement, in the unit that the mask compares.
+    """Yield each bound with its distance from the value at which the two policies agree, in the mask's own unit.
 
     For bounds that depend on age, this is the minimum over the ages.
     """
@@ -132,7 +135,9 @@ def check_parts(run: Composed) -> Iterator[Problem]:
             key = f"{at}.aggregate"
             yield run.problem(key, single, "", {key: "product"}, parts, value=weight.aggregate)
         if weight.ratio == "full" and mode != "gpg":
-            reason = f"loss_mode {mode} already has a ratio to the current policy, which would count twice."
+            reason = (
+                f"loss_mode {mode} already contains a ratio to the current policy, which would then be applied twice."
+            )
             fix = f"Set {LOSS_MODE}=gpg, or {at}.ratio=rollout."
             yield run.problem(f"{at}.ratio", reason, fix, (), parts, value="full")
     for name, mask in list_masks(run):
@@ -140,7 +145,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
             key = f"correction.{name}.aggregate"
             yield run.problem(key, single, "", {key: instead}, (name,), value=mask.aggregate)
     if run.spec.skyrl_compat and not run.spec.masks:
-        fix, parts = "Stack a mask, or set correction.skyrl_compat=false.", ("skyrl_compat",)
+        fix, parts = "Add a mask, or set correction.skyrl_compat=false.", ("skyrl_compat",)
         yield run.problem(
             _ORDER, "without a mask, this order of operations has no effect.", fix, (), parts, "NO-OP", value=True
         )
@@ -151,12 +156,15 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
     value, parts = run.spec.proximal, ("proximal",)
     recompute = {PROXIMAL: "recompute"}
     if value == "reuse" and run.steps != 1:
-        reason = f"the current policy is pi_old only at the first gradient step, but a batch gets {run.steps:g}."
+        reason = (
+            f"the current policy equals pi_old only at the first gradient step, but each batch gets "
+            f"{run.steps:g} steps."
+        )
         fix = f"Set {PROXIMAL}=recompute; or {MINI_BATCH}={BATCH} and ppo_epochs=1, which changes training."
         yield run.problem(PROXIMAL, reason, fix, recompute, parts, value=value)
     if value == "same_engine" and (why := _explain_older_weights(run)):
         fix = f"Set {PROXIMAL}=recompute."
-        yield run.problem(PROXIMAL, f"{why}, so mu is not pi_old.", fix, recompute, parts, value=value)
+        yield run.problem(PROXIMAL, f"{why}, so mu differs from pi_old.", fix, recompute, parts, value=value)
     if value in ("reuse", "loglinear"):
         same = recompute if value == "reuse" else {}  # recompute yields reuse's pi_old, but not loglinear's
         estimator = run.get(ESTIMATOR)
@@ -177,21 +185,24 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
 
 
 def _explain_older_weights(run: Composed) -> str | None:
-    """Explain why weights older than those at the start of a step may sample its rows; None if that cannot happen."""
+    """Explain why a step's rows may be sampled with weights older than those at its start; None if they cannot be."""
     if run.asynchronous:
-        return f"{'='.join(describe_mode(run.config))} samples rows with weights older than those that train them"
+        return (
+            f"{'='.join(describe_mode(run.config))} samples rows with weights older than those at the start of the "
+            f"step that trains them"
+        )
     key = f"trainer.v1.{run.get(MODE)}.parameter_sync_step"
     if run.get(USE_V1) and (updates := run.get(key)) not in (None, 1):
-        return f"{key}={updates} sends the rollout engine the weights of only one update in {updates}"
+        return f"{key}={updates} sends the weights to the rollout engine only after every {updates} updates"
     return None
 
 
 def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
-    """For parts on pi / pi_old, check that a batch has a second gradient step; at the first, the ratio is 1."""
+    """Check that a batch gets a second gradient step if a part uses pi / pi_old, which is 1 at the first step."""
     spec = run.spec
     if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
         return
-    reason = "a batch gets one gradient step, at which pi is pi_old, so it never acts."
+    reason = "a batch gets one gradient step, at which pi is pi_old, so this part never acts."
     looking: list[tuple[str, Any, str, str]] = [
         (name, mask, "rollout", "pi_old / mu") for name, mask in list_masks(run)
     ]
@@ -199,7 +210,7 @@ def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
     for name, part, ratio, meaning in looking:
         if part.ratio == "ppo":
             key = f"correction.{name}.ratio"
-            fix = f"Set {key}={ratio} to look at {meaning}, or {_TWO_STEPS}."
+            fix = f"Set {key}={ratio} to use {meaning}, or {_TWO_STEPS}."
             yield run.problem(key, reason, fix, {key: ratio}, (name,), "NO-OP", value="ppo")
     if spec.kl_clip is not None:
         key, value = "correction.kl_clip", spec.to_mapping()["kl_clip"]
@@ -216,7 +227,7 @@ def check_kl(run: Composed) -> Iterator[Problem]:
     """If a KL loss is clipped or weighted, check that it exists."""
     spec, kind = run.spec, run.actor.kl_loss_type
     no_ratio = "the gradient of this KL loss is zero on average for all policies, so no ratio can correct it."
-    no_weight = "r k has the gradient of the reverse KL only if k is k1, or k3 with its own slope."
+    no_weight = "weighted by the ratio, only k1, or k3 with its own gradient, has the gradient of the reverse KL."
     for part, does, wrong, reason, kinds in (
         ("kl_clip", "clip", kind in ("kl", "k1"), no_ratio, ("k3+", "k2")),
         ("kl_weight", "weight", kind not in _UNBIASED, no_weight, _UNBIASED),
@@ -229,7 +240,7 @@ def check_kl(run: Composed) -> Iterator[Problem]:
             fix = f"Set {KL_LOSS}=true, {off}"
             yield run.problem(f"correction.{part}", missing, fix, {KL_LOSS: True}, (part,), "NO-OP", value=value)
         elif run.actor.kl_loss_coef == 0:
-            none = f"the coefficient of the KL loss to {does} is 0, so it has no effect."
+            none = f"the KL loss to {does} has the coefficient 0, so it has no effect."
             yield run.problem(_KL_COEF, none, f"Set it to 0.001, {off}", {_KL_COEF: 0.001}, (part,), "NO-OP")
         elif wrong:
             fix = f"Set one of {', '.join(kinds)}, {off}"
@@ -250,7 +261,10 @@ def check_denominator(run: Composed) -> Iterator[Problem]:
         fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{key}={usual}."
         yield run.problem(_AGGREGATION, reason, fix, {_AGGREGATION: "token-mean"}, (key,), "NO-OP")
     if run.actor.shuffle:
-        reason = f"{key}={value} is counted per mini-batch before the update, but shuffling regroups the rows."
+        reason = (
+            f"{key}={value} is counted per mini-batch before the update, but shuffling assigns the rows to other "
+            f"mini-batches."
+        )
         yield run.problem(_SHUFFLE, reason, "Set it to false.", {_SHUFFLE: False}, (key,), value=True)
 
 
@@ -272,7 +286,7 @@ def check_distillation(run: Composed) -> Iterator[Problem]:
     """Reject verl's distillation loss, which this package's loss would overwrite."""
     if run.get(key := "distillation.enabled"):
         reason = "verl's worker accepts one loss, so the correction's loss would replace the distillation loss."
-        yield run.problem(key, reason, "No override keeps both: distil without a correction, or correct without it.")
+        yield run.problem(key, reason, "No override keeps both: train either with distillation or with a correction.")
 
 
 WIDE_CAP = 10.0
@@ -287,18 +301,18 @@ _TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
 def warn_level_version(run: Composed) -> Iterator[Problem]:
     """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
     if "version" in run.spec.levels and not run.asynchronous:
-        reason = "in synchronous training each row has one version, so this equals level=sequence."
+        reason = "in synchronous training one version samples each row, so level=version is the same as level=sequence."
         yield run.problem("level", reason, verdict="NOTE", value="version")
 
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
-    """Warn of caps so high that single tokens or sequences may dominate the gradient."""
+    """Warn about caps that are so high that single tokens or sequences may dominate the gradient."""
     why = f"above {WIDE_CAP:g}, single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
     for part, weight in list_weights(run):
         if weight.power is not None and weight.rate is not None:
             greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power
             if greatest > WIDE_CAP:
-                reason, key = f"the greatest weight is {greatest:.3g}; {why}", f"correction.{part}.rate"
+                reason, key = f"the largest possible weight is {greatest:.3g}; {why}", f"correction.{part}.rate"
                 yield run.problem(key, reason, "", {key: weight.power}, (part,), "NOTE", value=weight.rate)
         elif weight.upper is None or weight.upper > WIDE_CAP:
             key, cap = f"correction.{part}.upper", 2.0 if weight.level == "token" else 5.0
@@ -311,7 +325,7 @@ def warn_wide_caps(run: Composed) -> Iterator[Problem]:
 
 
 def warn_short_answers(run: Composed) -> Iterator[Problem]:
-    """Warn of geometric bands so narrow that the noise of a 16-bit engine rejects short answers.
+    """Warn about geometric bands that are so narrow that the noise of a 16-bit engine rejects short answers.
 
     Independent noise per token moves the mean over T tokens by ``_NOISE / sqrt(T)``.
     """
@@ -327,8 +341,8 @@ def warn_short_answers(run: Composed) -> Iterator[Problem]:
         kept = math.erf(band * math.sqrt(tokens / 2) / _NOISE)
         if 0 < kept < 0.98:
             reason = (
-                "noise averages out over long answers only: [0.99, 1.01] kept 0.61 of the tokens of a 135 M model in "
-                "answers of 14 tokens with a bfloat16 engine (docs/evidence/real_model.md)."
+                "noise averages out only over long answers: with a 135 M model and a bfloat16 engine, [0.99, 1.01] "
+                "kept 0.61 of the tokens in answers of 14 tokens (docs/evidence/real_model.md)."
             )
             fix = "Record some steps (offpolicy.record.dir), and set the bounds with offpolicy calibrate."
             at = f"correction.{name}.upper"
@@ -336,7 +350,7 @@ def warn_short_answers(run: Composed) -> Iterator[Problem]:
 
 
 def warn_no_staleness(run: Composed) -> Iterator[Problem]:
-    """Warn of masks on pi / mu if pi is pi_old.
+    """Warn about masks on pi / mu if pi is pi_old.
 
     In asynchronous training, pi_old / mu contains the staleness, so these masks still measure the staleness.
     """
@@ -352,7 +366,7 @@ def warn_no_staleness(run: Composed) -> Iterator[Problem]:
 
 
 def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
-    """Warn of KL terms that are not corrected."""
+    """Warn about KL terms that are not corrected."""
     spec, parts = run.spec, ("kl_loss",)
     loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
     fix = f"Set {KL_LOSS}=false if this is unintended."
@@ -367,7 +381,7 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
         yield run.problem(KL_LOSS, reason, fix, overrides, parts, "NOTE", value=True)
     bypassed = spec.proximal == "bypass" or (spec.is_none and run.verls.get(BYPASS))
     if run.get(KL_IN_REWARD) and bypassed:
-        reason = "pi_old is mu here, so the reward is also charged for the mismatch between engine and trainer."
+        reason = "pi_old is mu here, so the KL in the reward also penalises the mismatch between engine and trainer."
         fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, ("kl_in_reward",), "NOTE", value=True)
 
@@ -386,17 +400,17 @@ def _explain_kl_left_out(run: Composed) -> str | None:
 
 
 def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
-    """Warn of token-level rewards or discounts if the estimator sums each sequence first."""
+    """Warn about token-level rewards or discounts if the estimator sums each sequence first."""
     estimator, parts = str(run.get(ESTIMATOR)), ("dense_reward",)
     if estimator not in OUTCOME:
         return
     if run.get(KL_IN_REWARD) and run.get("algorithm.kl_ctrl.kl_coef") != 0:
-        reason = f"{ESTIMATOR}={estimator} sums a row's penalties, so each token is charged for the KL of all tokens."
+        reason = f"{ESTIMATOR}={estimator} sums a row's penalties, so each token is penalised for the KL of all tokens."
         fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, parts, "NOTE", value=True)
     for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
         by_turn = key == "algorithm.gamma" and run.get("turn_credit") is not None
         if run.get(key) not in (None, 1, 1.0) and not by_turn:
-            reason = f"{ESTIMATOR}={estimator} sums a row to one outcome and discounts nothing."
+            reason = f"{ESTIMATOR}={estimator} sums each row's rewards to one outcome and applies no discount."
             fix = f"Set {key}=1.0, or {ESTIMATOR}={reader}, which changes training."
             yield run.problem(key, reason, fix, {key: 1.0}, parts, "NOTE")

@@ -67,7 +67,7 @@ def demand_seams(config: DictConfig) -> None:
 
 
 def check_seams_by(hold: Hold, run: Composed) -> Iterator[Problem]:
-    """Check the patched functions of a path with ``hold``; functions of the legacy actors are always imported."""
+    """Check the patched functions of a path by calling ``hold``; functions of the legacy actors are always imported."""
     path, release = run.path, run.path.attributes
     v1 = path.trainer == "v1"
     try:
@@ -128,7 +128,7 @@ def check_path(run: Composed) -> Iterator[Problem]:
     for key, read, reason in (
         (
             *(f"{ACTOR}.use_prefix_grouper", legacy_worker),
-            "the legacy actor's update cannot read what its forward pass returns.",
+            "the legacy actor's update cannot read the output of its own forward pass.",
         ),
         (
             *(f"{MEGATRON}.dynamic_context_parallel", megatron and not legacy_worker),
@@ -161,8 +161,8 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
         proposed = _find_nearest_mode(mode, covered)
         if mode == _SEPARATE:
             reason = (
-                f"verl {path.release} differs from {newest}, which was tested, in the warm-up, routing and lending of "
-                f"GPUs, and it was not shown to record versions per token."
+                f"this mode was tested only with verl {newest}; verl {path.release} warms up, routes requests and "
+                f"lends GPUs differently, and may not record the version of each token."
             )
             fix = f"Set {MODE}={proposed}, or install verl {newest}."
         yield run.problem(MODE, reason, fix, {MODE: proposed})
@@ -194,7 +194,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 def check_program(run: Composed) -> Iterator[Problem]:
     """Reject keys that need this package's code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
-        reason = "trainer_mode=separate_async has its own servers, and verl refuses to send weights to them this way."
+        reason = "trainer_mode=separate_async has its own servers, and verl cannot send weights to them in this way."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
     for key, part in ((SUPPORT, SUPPORT_PART), (CENTERING, "centering")):
         if run.program is not None and run.get(key) is not None:
@@ -207,7 +207,7 @@ def check_program(run: Composed) -> Iterator[Problem]:
         reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
-        reason = f"{FULLY_ASYNC}_policy samples and validates in a process without the extension."
+        reason = f"{FULLY_ASYNC}_policy samples and validates in a process that does not load the extension."
         for key, fix in extension.needs_rollouter.items():
             value = "on" if key == extension.section else run.get(key)
             yield run.problem(key, reason, fix, (), (extension.section,), value=value)
@@ -232,7 +232,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
     if merged and not merges:
         reason = f"verl {path.release} sends the base weights without the adapter, so rollouts never use an update."
         if legacy_fsdp:
-            reason = "the legacy actor does not merge, and the rollout engine would reject its adapters."
+            reason = "the legacy actor does not merge adapters, and the rollout engine would reject them."
         sets = {_MERGE: False} if adapters else {}
     elif apart and backend == "delta_sharded":
         reason, alongside = "this checkpoint engine does not support LoRA.", {BACKEND: backend}
@@ -314,16 +314,16 @@ _NOT_TESTED = {
     f"{MODEL}.lora.adapter_path": "LoRA that starts from an adapter",
     f"{ENGINE}.speculative_config": "speculative decoding",
 }
-"""Keys that request something untested: by true, by a number above 1 (LoRA: above 0), or by any other value."""
+"""Keys that enable an untested feature if they are true, a number > 1 (LoRA: > 0), or any other non-empty value."""
 _DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-dtype")
 
 
 def warn_not_shown(run: Composed) -> Iterator[Problem]:
-    """Warn of devices, estimators, kernels and layouts that have not been tested with a correction."""
+    """Warn about devices, estimators, kernels and layouts that have not been tested with a correction."""
     for key, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
-        reason = f"corrections are not tested with {what}: the first update proves this one, or stops the run."
+        reason = f"corrections are not tested with {what}: the first update either proves this one or stops the run."
         if key in _DTYPES or key.endswith(".quantization"):
-            reason += " offpolicy.delivery.probe=1 compares answers, because quantised weights cannot be compared."
+            reason += " Quantised weights cannot be compared; offpolicy.delivery.probe=1 compares log-probs instead."
         yield run.problem(key, reason, "", (), (), "NOTE")
 
 

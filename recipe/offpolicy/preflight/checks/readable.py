@@ -72,7 +72,7 @@ def find_null_sections(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
-    """Find out whether a program other than verl's PPO, such as verl's SFT, was given one of our options."""
+    """Reject this package's options in programs other than verl's PPO, such as verl's SFT trainer."""
     owner, _, name = ACTOR.rpartition(".")
     section = _select(config, owner) if owner in config else {}
     if isinstance(section, Mapping) and name not in section:
@@ -81,12 +81,12 @@ def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_former_actor(config: DictConfig) -> Iterator[Problem]:
-    """Find out whether a program's configuration is from verl before 0.5, whose sections name no dataclasses."""
+    """Reject a program's configuration from before verl 0.5, in which sections do not name their dataclasses."""
     section = _select(config, ACTOR)
     if isinstance(section, DictConfig) and "_target_" not in section:
         reason = (
-            "the section names no _target_, although verl's own has had one since 0.5, and this verl's workers "
-            "reject a section without it."
+            "the section has no _target_; verl's own section has had one since 0.5, and the workers of this verl "
+            "require it."
         )
         fix = "Install the verl release that the program was written for, or let its configuration inherit ppo_trainer."
         yield Problem(ACTOR, None, reason, fix, parts=())

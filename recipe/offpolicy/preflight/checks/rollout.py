@@ -66,10 +66,13 @@ def check_router_replay(run: Composed) -> Iterator[Problem]:
     mode, key = run.replay_modes.get(live or "", "disabled"), f"{live}.mode"
     recorded = run.get(RECORDED)
     if mode == "R3" and not recorded:
-        reason, fix = "R3 replays the rollout's routes, but the rollout records none.", f"Set {RECORDED}=true, or R2."
+        reason, fix = (
+            "R3 replays the rollout's routes, but the rollout does not record them.",
+            f"Set {RECORDED}=true, or R2.",
+        )
         yield run.problem(key, reason, fix, {RECORDED: True}, _PARTS, value=mode)
     if mode != "R3" and recorded:
-        reason = "nothing replays the rollout's routes."
+        reason = "the rollout's routes are recorded, but never replayed."
         if mode == "R2":
             reason = f"R2 records the trainer's own routes under the same name ({key}=R2)."
         fix = f"Set {key}=R3, or this to false." if live else f"Set it to false: {path} replays no routes."
@@ -94,7 +97,9 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
             # verl's own nodes name a class; nodes that a user adds do not, and these are removed.
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
-            yield run.problem(f"{key}.mode", f"this key is unused: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
+            yield run.problem(
+                f"{key}.mode", f"nothing reads this key: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode
+            )
 
 
 def _find_replay_key(run: Composed) -> str | None:
@@ -159,10 +164,10 @@ def check_recorded_without_replay(run: Composed) -> Iterator[Problem]:
         return
     off, sets = f"{WITHOUT_REPLAY}=false.", {WITHOUT_REPLAY: False}
     if run.replay is None or run.replay.mode != "R3":
-        reason = "pi_old is already computed without replay: only R3 on FSDP replays routes there."
+        reason = "pi_old is already computed without replay: only R3 on FSDP replays routes in that pass."
         yield run.problem(WITHOUT_REPLAY, reason, f"Set {off}", sets, (), alongside=(_MODE,))
     elif run.spec.proximal != "recompute":
-        reason, fix = "no pi_old is computed with replayed routes.", f"Set {PROXIMAL}=recompute, or {off}"
+        reason, fix = "pi_old is not computed with replayed routes.", f"Set {PROXIMAL}=recompute, or {off}"
         yield run.problem(WITHOUT_REPLAY, reason, fix, sets, (), alongside={PROXIMAL: run.spec.proximal})
 
 
@@ -186,13 +191,13 @@ _AGENT = f"{ROLLOUT}.agent"
 _AGGREGATION = f"{ACTOR}.loss_agg_mode"
 _FILE, _DEFAULT = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_loop"
 _MANAGER, _OWN = f"{_AGENT}.agent_loop_manager_class", "recipe.offpolicy.extensions."
-"""The managers of the extensions run verl's loops."""
+"""Module prefix of the extensions' agent-loop managers, which run verl's own loops."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBaseException)
-_NEEDED = "it must return AgentLoopOutput(response_logprobs=...), or no mu arrives."
+_NEEDED = "it must return AgentLoopOutput(response_logprobs=...); otherwise the trainer receives no mu."
 
 
 def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
-    """Check that the rollout engine returns the log-probs with which it sampled."""
+    """Check that the rollout engine returns the log-probs of the distribution from which it sampled."""
     if run.spec.allow_truncated_sampling and not (run.needs_mu or run.active):
         key = "correction.allow_truncated_sampling"
         yield run.problem(key, "no correction uses mu, so there is nothing to allow.", "", {key: False}, ())
@@ -213,10 +218,10 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
 
 
 def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
-    """Reject log-probs of raw logits, before temperature."""
+    """Reject log-probs that the engine computes from raw logits, before it applies the temperature."""
     if not (run.needs_mu or run.active):
         return
-    reason = "raw log-probs leave out the temperature, so mu is not the distribution that was sampled from."
+    reason = "raw log-probs leave out the temperature, so mu is not the distribution from which tokens were sampled."
     engine = run.get(NAME)
     if engine not in UNTESTED_ENGINES:
         for key in _MODES:
@@ -237,7 +242,7 @@ def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_sampling(run: Composed) -> Iterator[Problem]:
-    """Reject top-p, top-k, min-p and penalties that no ratio of full policies can correct."""
+    """Reject top-p, top-k, min-p and penalties, because ratios of full policies cannot correct them."""
     if not (run.needs_mu or run.active):
         return
     temperature, samples = run.rollout["temperature"], f"{ROLLOUT}.do_sample"
@@ -258,7 +263,10 @@ def check_sampling(run: Composed) -> Iterator[Problem]:
 def _check_truncation(run: Composed) -> Iterator[Problem]:
     untested, support = run.get(NAME) in UNTESTED_ENGINES, run.spec.support is not None
     cut = "tokens are sampled from" if untested else "mu is renormalised over"
-    reason = f"{cut} the remaining tokens, but pi_old covers all tokens, so the ratio is off by the mass that was cut."
+    reason = (
+        f"{cut} the remaining tokens, but pi_old covers all tokens, so the ratio is off by the truncated "
+        f"probability mass."
+    )
     for name, values in _NEUTRAL.items():
         keep = "" if untested else _KEEP.get(name, "")
         otherwise = f"{keep}or confirm it with correction.allow_truncated_sampling=true."
@@ -293,7 +301,10 @@ def check_bucket(run: Composed) -> Iterator[Problem]:
     )
     needed = math.ceil(elements * (2 if "16" in dtype else 4) / 2**20)
     if needed > size:
-        reason = f"the largest tensor of {model} has {elements} elements of {dtype}, {needed} MiB, and is sent unsplit."
+        reason = (
+            f"the largest tensor of {model} has {elements} elements of {dtype}, {needed} MiB, and verl does not "
+            f"split it."
+        )
         yield run.problem(_BUCKET, reason, "", {_BUCKET: needed + 1})
 
 
@@ -304,7 +315,10 @@ def check_support(run: Composed) -> Iterator[Problem]:
         top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
         truncates = (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0)
         if not truncates and (run.support is None or run.support.min_p is None):
-            reason = "sampling is not truncated, so each support is the whole vocabulary, more than the engine sends."
+            reason = (
+                "sampling is not truncated, so each support is the whole vocabulary, which is more than the "
+                "engine can return."
+            )
             fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {SUPPORT}=null."
             yield run.problem(SUPPORT, reason, fix, (), (SUPPORT_PART,), "NO-OP", value=run.spec.support)
     elif run.spec.centering is not None:
@@ -353,7 +367,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
     try:
         targets = _read_targets(str(given)) if given else {}
     except _UNREADABLE:
-        reason = "verl cannot read a list of agent loops from this file, each with a name and a _target_."
+        reason = "verl cannot read this file as a list of agent loops, each with a name and a _target_."
         fix = "Set a file with one line per loop: `- {name: mine, _target_: package.module.Class}`, or null."
         yield run.problem(_FILE, reason, fix, (), MU)
         return
@@ -363,7 +377,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
             reason = f"{reason}; {elsewhere} may register it, which was not checked: {_NEEDED}"
             yield run.problem(_DEFAULT, reason, "", (), MU, "NOTE")
         else:
-            fix = f"Name it in the file of {_FILE}, or set {VERLS_LOOPS[0]}, which runs verl's loop instead."
+            fix = f"Add it to the file that {_FILE} names, or set {VERLS_LOOPS[0]}, which runs verl's loop instead."
             yield run.problem(_DEFAULT, f"{reason}.", fix, {_DEFAULT: VERLS_LOOPS[0]}, MU)
     found = {name: find_log_probs(target) for name, target in targets.items()}
     # If the default loop is verl's own, the data may still choose other loops.
@@ -384,9 +398,9 @@ def _read_targets(given: str) -> dict[str, str]:
 
 
 def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool) -> Iterator[Problem]:
-    """Report what the source of a loop shows; ``sure``: rollouts certainly come from this loop."""
+    """Report whether a loop's source returns log-probs; ``sure`` is True if all rollouts come from this loop."""
     if found.log_probs == "left out":
-        reason = f"{loop} creates its output without response_logprobs ({found.where}): no mu arrives."
+        reason = f"{loop} creates its output without response_logprobs ({found.where}), so the trainer receives no mu."
         fix = "Pass AgentLoopOutput(response_logprobs=...), a log-prob for each response token."
         yield run.problem(_FILE, reason, fix, (), MU, "NO-OP" if sure else "NOTE")
     elif found.log_probs == "unknown":
@@ -395,9 +409,12 @@ def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool)
 
 
 def warn_one_seed(run: Composed) -> Iterator[Problem]:
-    """Warn of verl's deterministic rollouts, in which all requests to one server have the same seed."""
+    """Warn about verl's deterministic rollouts, in which all requests to one server have the same seed."""
     key, samples = f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.n"
     if run.get(key) and run.get(NAME) == "vllm" and run.get(samples, 1) > 1:
-        reason = "a server samples all requests with the same seed: a prompt's rollouts are equal, their advantages 0."
+        reason = (
+            "each server samples all requests with the same seed, so a prompt's rollouts are equal and their "
+            "advantages 0."
+        )
         fix = f"Use this setting only for debugging. For training, {BATCH_INVARIANT}."
         yield run.problem(key, reason, fix, {key: False}, (), "NOTE", (samples,), value=True)

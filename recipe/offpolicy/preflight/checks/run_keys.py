@@ -1,4 +1,4 @@
-"""Checks of verl's keys that verl itself reads late, and of keys that accept one of a fixed set of names."""
+"""Checks of keys that verl itself validates only late in a run, and of keys that accept only certain names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from ..python_source import find_source
 _RESUME, _FROM = "trainer.resume_mode", "trainer.resume_from_path"
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _LARGEST = 1e30
-"""The product of two larger float32 values is infinite, or soon becomes infinite."""
+"""Largest accepted number: products of larger float32 numbers may overflow."""
 _LORA = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")
 _INDIVISIBLE = re.compile(r"real_train_batch_size \(\d+\) must be divisible by minimal possible batch size \((\d+)\)")
 _BELOW = re.compile(r"train_batch_size \(\d+\) must be >= actor\.ppo_mini_batch_size \(\d+\)")
@@ -102,7 +102,7 @@ def _is_local(run: Composed, path: str) -> bool:
 
 
 def _explain_unwritable(path: str) -> str:
-    """Explain why a folder can be neither created nor written to; "" if it can. Nothing is left behind."""
+    """Explain why a folder cannot be created or written to; "" if it can. The test leaves no files behind."""
     place = Path(path).absolute()
     try:
         while not place.exists():
@@ -202,12 +202,12 @@ def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Pr
     # verl itself rejects values of other types.
     if isinstance(size, int) and size > 0 and rows % size:
         fits = max(each for each in range(1, min(size, rows) + 1) if rows % each == 0)
-        reason = f"{said}, which is not a multiple of it: verl would stop at its first update."
+        reason = f"{said}, which is not a multiple of this value: verl would stop at its first update."
         yield run.problem(key, reason, "", {key: fits})
 
 
 def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
-    """Warn of unequal micro-batches for pi_old and pi, whose kernels round differently (verl issue 6280)."""
+    """Warn if micro-batches for pi_old and pi differ, because kernels then round differently (verl issue 6280)."""
     bypassed = run.spec.proximal in WITHOUT_FORWARD or run.verls.get(BYPASS)
     if bypassed or (run.spec.is_none and not run.active):
         return
@@ -227,8 +227,8 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
 def check_by_verl(run: Composed) -> Iterator[Problem]:
     """Run verl's ``validate_config`` on a copy and report what verl rejects.
 
-    Only the launch itself checks the critic, because verl loads the model for this check, and LoRA's rank, because verl
-    imports vLLM for it.
+    The critic and LoRA's rank are checked only by the launch itself, because verl loads the model for the first check
+    and imports vLLM for the second.
     """
     if run.program == FULLY_ASYNC:
         return  # this program does not call validate_config
@@ -251,7 +251,7 @@ def check_by_verl(run: Composed) -> Iterator[Problem]:
 
 
 def _build_refusal(run: Composed, said: str) -> Problem:
-    """Build the problem for a value that verl rejects, under the key that the message is about, if known."""
+    """Build the problem for a value that verl rejects, under the key that verl's message names, if it names one."""
     reason, value = f"verl's own validation rejects it: {said.rstrip('.')}.", None
     if found := _INDIVISIBLE.search(said):
         key, divisor, rows, batch = BATCH, int(found[1]), int(run.get(f"{ROLLOUT}.n")), int(run.get(BATCH))
@@ -389,7 +389,7 @@ CHOICES: dict[str, Choice] = {
 
 
 def check_choices(run: Composed) -> Iterator[Problem]:
-    """Check keys with a fixed set of names, and the names of loggers."""
+    """Check keys that accept only certain names, and the names of loggers."""
     for key, choice in CHOICES.items():
         value, names = run.get(key, ...), choice.list_names()
         # find_unreadable_values reports an estimator that is not a name.

@@ -61,7 +61,7 @@ OWN_KEYS: dict[str, Validator] = {
     "watchdog": lambda run: watchdog_problems(run.config, [each.phase or each.section for each in run.extensions]),
     **dict.fromkeys(("shadow", "shadow_delta"), lambda run: ()),  # their reader validates them
 }
-"""Every key under ``offpolicy`` -> the check of its value if it is not the shipped one."""
+"""Maps every key under ``offpolicy`` to the check of its value; shipped values are not checked."""
 
 
 def check_own_keys(run: Composed) -> Iterator[Problem]:
@@ -98,13 +98,13 @@ def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
 
 
 def warn_extensions(run: Composed) -> Iterator[Problem]:
-    """Warn of extension settings that are probably unintended."""
+    """Warn about extension settings that are probably unintended."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict != "ERROR")
 
 
 def check_extensions(run: Composed) -> Iterator[Problem]:
-    """Check each extension that is on, and that all of them work together."""
+    """Check each enabled extension, and that all enabled extensions can be combined."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
     first, *others = [each.section for each in run.extensions if each.replaces_estimator] or [""]
@@ -113,15 +113,14 @@ def check_extensions(run: Composed) -> Iterator[Problem]:
         yield run.problem(section, reason, f"Set {section}=null, or {first}=null.", (), (section,), value="on")
     needy = tuple(each.section for each in run.extensions if each.worker() is not None)
     if needy and not run.get(MU_KEY):
-        reason = f"the workers read the rollout's log-probs when {needy[0]} acts on the loss."
+        reason = f"{needy[0]} changes the loss, for which the workers need the rollout's log-probs."
         yield run.problem(MU_KEY, reason, f"Set {MU_KEY}=true.", {MU_KEY: True}, needy, value=False)
 
 
 SAMPLER = "trainer.v1.sampler"
 _THRESHOLD, _STRATEGY = f"{SAMPLER}.max_off_policy_threshold", f"{SAMPLER}.max_off_policy_strategy"
 REPLACED = {"num_warmup_batches": 1, _THRESHOLD: 8, _STRATEGY: "drop"}
-"""Keys of verl that eta replaces, the first under the mode's section -> their values in verl's own configuration; a key
-with this value counts as not set."""
+"""verl's keys that eta replaces (the first is in the mode's section), and their defaults, which count as not set."""
 _SKIP = "skip.rollout_tq.enable"
 _ALPHA = "correction.alpha"
 STALE_NATS = 0.2
@@ -131,7 +130,7 @@ _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
 
 
 def check_staleness(run: Composed) -> Iterator[Problem]:
-    """Check that the requirements of eta are met, and that no key that eta replaces is set."""
+    """Check that eta's requirements are met, and that none of the keys that eta replaces is set."""
     settings, off = run.staleness, f"or {ETA}=null."
     if settings is None:
         return
@@ -139,7 +138,7 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
         yield from uncovered
         return
     if settings.adapt is not None and not run.spec.all_weights:
-        reason = "this target concerns the effective sample size of the weights, but the correction has none."
+        reason = "this target concerns the effective sample size of the weights, but the correction has no weight."
         fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {TARGET}=null."
         yield run.problem(TARGET, reason, fix, (), (), alongside=(ETA,), value=settings.adapt.ess)
     for name, usual in REPLACED.items():
@@ -180,9 +179,9 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
 
 
 def warn_verls_limit(run: Composed) -> Iterator[Problem]:
-    """Warn of verl's own staleness keys, if they do not bound the age or if they discard sequences.
+    """Warn about verl's own staleness keys if they do not bound the age or if they discard sequences.
 
-    With W warm-up batches and no stragglers, verl trains groups W versions after they were issued, and counts W + 1.
+    With W warm-up batches and no stragglers, verl trains groups W versions after they were issued, but counts W + 1.
     """
     if not run.asynchronous or run.staleness is not None or run.program is not None:
         return
@@ -209,7 +208,7 @@ def warn_verls_limit(run: Composed) -> Iterator[Problem]:
 
 
 def warn_asynchronous(run: Composed) -> Iterator[Problem]:
-    """Warn of asynchronous training that is uncorrected, or corrected by a capped weight alone or by narrow bounds."""
+    """Warn if asynchronous training is uncorrected, or corrected only by a capped weight or by narrow bounds."""
     if not run.asynchronous:
         return
     key, mode = describe_mode(run.config)
@@ -233,7 +232,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
             continue
         side = "lower" if of_stale < low else "upper"
         reason = (
-            f"it rejects rows that older weights sampled: in a recorded run, [0.99, 1.01] kept 0.898 of the tokens in "
+            f"it rejects rows sampled with older weights: in a recorded run, [0.99, 1.01] kept 0.898 of the tokens in "
             f"fresh rows but 0.005 in rows whose mean log-ratio is beyond {STALE_NATS:g} nats."
         )
         fix = f"Use {recommended.LINE} instead, or calibrate the bound on a recording of such rows."
@@ -270,7 +269,7 @@ def check_ages(run: Composed) -> Iterator[Problem]:
 
 
 def warn_ages(run: Composed) -> Iterator[Problem]:
-    """Warn of masks on age that no token reaches, and of factors that change no bound."""
+    """Warn about age limits that no token exceeds, and age factors that change no bound."""
     settings = run.staleness if run.asynchronous else None
     oldest = settings.oldest_age if settings else None if run.asynchronous else 0
     why = f"{ETA} allows no older tokens" if settings else "synchronous training samples with the current weights"

@@ -41,7 +41,7 @@ FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
 OBSOLETE = {
     "rollout_is_threshold_lower": "rollout_is_threshold='lower_upper', a string, which verl >= 0.8 reads",
     "rollout_rs_threshold_lower": "rollout_rs_threshold='lower_upper', a string",
-    "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
+    "rollout_token_veto_threshold": "one of our masks, such as correction=outlier",
     "use_policy_gradient": "loss_type=reinforce",
 }
 """Names used in verl 0.6 and 0.7.0 -> the equivalent names."""
@@ -58,7 +58,7 @@ _LOSS, _SECTION = "policy_loss", VERL.rpartition(".")[2]
 _DISTINCT = [key for key in (*DEFAULTS, *OBSOLETE) if key not in ("loss_type", "use_policy_gradient")]
 """Keys whose names show that they belong to verl's correction, wherever they occur."""
 _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
-"""Sections that have checks of their own."""
+"""Sections that other checks cover."""
 
 
 def check_not_both(run: Composed) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
         return
     reason = "only verl's own correction reads this key, and that correction is off."
     if run.active:
-        reason = "verl's own correction and ours would correct twice."
+        reason = "verl's own correction and ours would both correct the loss."
     weight = run.spec.weight
     for key, value in run.changed.items():
         known = key in DEFAULTS
@@ -107,12 +107,12 @@ def check_former_names(run: Composed) -> Iterator[Problem]:
             elif near:
                 meant = set_to(f"{VERL}.{near}", value)
                 fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)
-            said = reason if instead else "verl reads no key of this name."
+            said = reason if instead else "verl does not read any key of this name."
             yield run.problem(name, said, fix, overrides, (name_part(key),), "NO-OP", value=value)
 
 
 def check_decoupled(run: Composed) -> Iterator[Problem]:
-    """Check that every key that another key requires is set, and that mu is computed."""
+    """Check that keys required by other keys are set, and that mu is computed."""
     own = {key: value for key, value in run.changed.items() if value is not None}  # null requests nothing
     if not run.spec.is_none or not own:
         return
@@ -153,7 +153,7 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
         why = "the V1 trainer sends it to no worker"
         if run.path.trainer == "v0":
             why = "the trainer writes it to actor.policy_loss after the workers have received their copy"
-        reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
+        reason = f"in bypass mode the worker applies it, and {why}, so the loss stays {loss}, with mu as pi_old."
         ours = "set correction=bypass with a weight or mask, or one of correction=verl/bypass_*, which are proved live"
         overrides = _build_worker_overrides(asked_of, {**DEFAULTS, **to_mapping(run.get(WORKERS))})
         for key, value in run.changed.items():

@@ -82,7 +82,7 @@ def test_an_edit_stops_an_update_unless_it_is_forced(
     assert "these have uncommitted changes:\n    recipe/offpolicy/main.py\nFix:" in capsys.readouterr().err
     commit(fork)
     assert copy(fork) == REFUSED
-    assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in capsys.readouterr().err
+    assert "edited after they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in capsys.readouterr().err
     assert copy(fork, "--force", "--dry-run") == DONE
     assert snapshot(fork) == before
     capsys.readouterr()
@@ -169,7 +169,7 @@ def test_beside_a_submodule(
     if not populated:
         git(fork, "submodule", "--quiet", "update", "--init")
         assert copy(fork) == DONE, "the place stays the same"
-        assert "nothing had to be written" in capsys.readouterr().out
+        assert "no file had to be written" in capsys.readouterr().out
         git(fork, "submodule", "--quiet", "deinit", "-f", "recipe")
     assert call(fork, "--undo") == DONE
     assert snapshot(fork) == before

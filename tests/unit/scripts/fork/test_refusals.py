@@ -51,7 +51,7 @@ def test_links_are_not_written_through(
     before = snapshot(fork), snapshot(elsewhere)
     assert copy(fork) == REFUSED
     assert (
-        "these exist, and do not belong to a copy:\n    recipe/offpolicy\n    verl_patches\nFix:"
+        "these files exist, and do not belong to a copy:\n    recipe/offpolicy\n    verl_patches\nFix:"
         in capsys.readouterr().err
     )
     commit(fork)

@@ -38,10 +38,10 @@ def test_options_are_of_the_environment_and_of_overrides(env, overrides, options
         (
             {},
             ["model=moe", "process_reward=prefix_value"],
-            "model=moe: this selects a model that has a task of its own",
+            "model=moe: the mixture of experts has its own task",
         ),
         ({"TASK": "long"}, [], "TASK=long: choose one of spelling, free_length"),
-        ({"TASK": "free_length"}, ["process_reward=advantage"], "TASK=free_length: process_reward brings a task"),
+        ({"TASK": "free_length"}, ["process_reward=advantage"], "TASK=free_length: process_reward has its own task"),
         ({"MODEL": "smollm2", "TASK": "free_length"}, [], "smollm2|arithmetic"),
         ({"MODEL": "smollm2"}, ["process_reward=prefix_value"], "smollm2|arithmetic"),
     ],
