@@ -77,7 +77,7 @@ def read_comments(file: Path) -> dict[str, str]:
         elif match := re.match(r"( *)(\w+):", line):
             path[len(match[1]) // 2 :] = [match[2]]
             found[".".join(path)] = " ".join(said)
-        if not line.strip() or line.endswith(":"):
+        if not line.strip() or re.match(r" *\w+:$", line):
             said = []
     return found
 
