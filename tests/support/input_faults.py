@@ -29,21 +29,21 @@ def _at(place: int, change: Change) -> Change:
 OF_NUMBERS: dict[str, Change] = {
     "doubled": lambda values: 2 * values,
     "rounded to bfloat16": lambda values: values.bfloat16().to(values.dtype),
-    "of other tokens": lambda values: values.roll(1, 0),
-    "of other rows": lambda values: values.flip(0),
-    "one token by one ulp": _at(0, lambda value: torch.nextafter(value, torch.full_like(value, 9.0))),
-    "one token not finite": _at(0, lambda value: torch.full_like(value, torch.nan)),
+    "values of other tokens": lambda values: values.roll(1, 0),
+    "values of other rows": lambda values: values.flip(0),
+    "one token changed by one ulp": _at(0, lambda value: torch.nextafter(value, torch.full_like(value, 9.0))),
+    "one non-finite token": _at(0, lambda value: torch.full_like(value, torch.nan)),
 }
 OF_IDS: dict[str, Change] = {
-    "of other rows": lambda values: values.flip(0),
-    "of other tokens": lambda values: values.roll(1, 0),
-    "one token": _at(0, lambda value: value + 1),
+    "ids of other rows": lambda values: values.flip(0),
+    "ids of other tokens": lambda values: values.roll(1, 0),
+    "one token changed": _at(0, lambda value: value + 1),
 }
-OF_THE_MASK: dict[str, Change] = {"one token less": _at(0, torch.zeros_like), "all tokens": torch.ones_like}
+OF_THE_MASK: dict[str, Change] = {"one token missing": _at(0, torch.zeros_like), "all tokens valid": torch.ones_like}
 OF_ROWS: dict[str, Change] = {
-    "ones": torch.ones_like,
+    "all ones": torch.ones_like,
     "doubled": lambda values: 2 * values,
-    "one row": _at(0, lambda value: value + 1),
+    "one row changed": _at(0, lambda value: value + 1),
 }
 COLUMNS: dict[str, dict[str, Change]] = {
     "rollout_log_probs": OF_NUMBERS,
@@ -52,29 +52,30 @@ COLUMNS: dict[str, dict[str, Change]] = {
     "ref_log_prob": OF_NUMBERS,
     "responses": OF_IDS,
     "response_mask": OF_THE_MASK,
-    "input_ids": OF_IDS | {"one token": _at(-1, lambda value: value - 1), "one of a prompt": _at(0, torch.zeros_like)},
-    "position_ids": OF_IDS | {"one later": lambda values: values + 1},
-    "loss_mask": OF_THE_MASK | {"zeros": torch.zeros_like, "doubled": lambda values: 2 * values},
+    "input_ids": OF_IDS
+    | {"one token changed": _at(-1, lambda value: value - 1), "a prompt token changed": _at(0, torch.zeros_like)},
+    "position_ids": OF_IDS | {"shifted by one": lambda values: values + 1},
+    "loss_mask": OF_THE_MASK | {"all zeros": torch.zeros_like, "doubled": lambda values: 2 * values},
     "offpolicy_scale": OF_ROWS,
     "offpolicy_mini_batch_tokens": OF_ROWS,
 }
 LOST = ("rollout_log_probs", "old_log_probs", "advantages", "ref_log_prob", "offpolicy_scale", "extra_fields")
 VERSIONS: dict[str, Callable[[list[int]], list[int]]] = {
-    "one newer": lambda versions: [version + 1 for version in versions],
-    "all alike": lambda versions: [versions[0]] * len(versions),
-    "of other rows": lambda versions: versions[1:] + versions[:1],
+    "newer by one": lambda versions: [version + 1 for version in versions],
+    "all equal": lambda versions: [versions[0]] * len(versions),
+    "versions of other rows": lambda versions: versions[1:] + versions[:1],
 }
-VERSIONS_OF_TOKENS = "versions of tokens"
+VERSIONS_OF_TOKENS = "versions per token"
 OF_CHUNKS: dict[str, Callable[[list[Turns]], list[Turns]]] = {
-    "a chunk longer": lambda rows: [[[(3, 2), (4, other - 1)]] for (((_, _), (_, other)),) in rows],
-    "of other rows": lambda rows: rows[1:] + rows[:1],
-    "exchanged within a row": lambda rows: [[[(4, one), (3, other)]] for (((_, one), (_, other)),) in rows],
+    "a longer chunk": lambda rows: [[[(3, 2), (4, other - 1)]] for (((_, _), (_, other)),) in rows],
+    "versions of other rows": lambda rows: rows[1:] + rows[:1],
+    "swapped within a row": lambda rows: [[[(4, one), (3, other)]] for (((_, one), (_, other)),) in rows],
 }
 """What happens to the chunks of rows whose first token version 3 sampled, and version 4 the others."""
 PLANS: dict[str, dict[str, Any]] = {
-    "of another step": {"step": 9},
-    "with other bounds": {"bounds": {"masks.gsm": {"upper": 9.0}}},
-    "that tells of fewer seals": {"sealed": ("plan",)},
+    "plan of another step": {"step": 9},
+    "other bounds": {"bounds": {"masks.gsm": {"upper": 9.0}}},
+    "fewer hashes": {"sealed": ("plan",)},
 }
 
 
@@ -151,11 +152,11 @@ def faults() -> Iterator[Fault]:
     for how, rechunk in OF_CHUNKS.items():
         yield Fault(VERSIONS_OF_TOKENS, how, _rechunk(rechunk))
     for name in LOST:
-        yield Fault(name, "lost", _lose(name))
+        yield Fault(name, "missing", _lose(name))
     for name in ("old_log_probs", "advantages", "plan"):
-        yield Fault(f"the seal of {name}", "lost", _lose(f"offpolicy_seal_{name}"))
+        yield Fault(f"hash of {name}", "missing", _lose(f"offpolicy_seal_{name}"))
         yield Fault(
-            f"the seal of {name}", "of other rows", _change(f"offpolicy_seal_{name}", lambda s: s.roll(1, 0) + 1)
+            f"hash of {name}", "hashes of other rows", _change(f"offpolicy_seal_{name}", lambda s: s.roll(1, 0) + 1)
         )
     for how, changes in PLANS.items():
         yield Fault("plan", how, _replan(**changes))
