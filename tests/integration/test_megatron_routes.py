@@ -46,15 +46,15 @@ def test_replayed_routes_are_seen_in_every_layer(found: Any, mode: str, tokens: 
     [
         (
             "other layers",
-            "for 36 of 36 tokens, the RouterReplay of layer 0 does not name the shipped experts",
+            "for 36 of 36 tokens, the RouterReplay of layer 0 does not list the shipped experts",
         ),
         (
             "native",
-            "the router of layer 0 did not send 36 of 36 tokens to the experts that its RouterReplay names",
+            "the router of layer 0 did not send 36 of 36 tokens to the experts listed in its RouterReplay",
         ),
         ("other backward", "layer 0 was recomputed for its backward with other experts for 36 tokens"),
         # By verl alone this trains in silence: routes of the wrong tokens, and tokens that no expert sees.
-        ("padded", "layer 0 forwarded 10 tokens, including padding, but has routes of 8"),
+        ("padded", "layer 0 forwarded 10 tokens, including padding, but has routes for 8"),
     ],
 )
 def test_what_goes_wrong_stops_the_update_by_name(found: Any, case: str, words: str) -> None:

@@ -245,7 +245,7 @@ def test_routes_that_were_changed_on_the_way_stop_the_first_update(
     routes = list(sent["routed_experts"].unbind())
     routes[3] = torch.cat([routes[3][:-1].roll(1, 0), routes[3][-1:]])
     sent["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
-    with pytest.raises(ReplayError, match=r"1 of 8 sequences differ, so their routes .* position 3"):
+    with pytest.raises(ReplayError, match=r"1 of 8 sequences differ, so these routes .* position 3"):
         gradients(unproved, rw.flagged(sent))
 
 

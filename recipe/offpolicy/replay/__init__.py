@@ -1,1 +1,1 @@
-"""Routing replay for mixtures of experts, in which the trainer's routers use the experts recorded for each token."""
+"""Routing replay for mixtures of experts: the trainer's routers use the experts that were recorded for each token."""

@@ -1,5 +1,4 @@
-"""The routes of one row as a client records them, the routes of a micro-batch for one forward, and the settings of
-replay.
+"""Routes of a row as recorded by a client, routes of a micro-batch in one forward pass, and the settings of replay.
 
 A note is ``[tokens, checksum]``: the number of the row's first tokens that the rollout engine forwarded, and a checksum
 of their routes. The last token of a response was sampled but never forwarded, so it has no routes.
@@ -32,7 +31,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 
 
 class RouteNote(list[int]):
-    """The note of one row, with its tokens and routes, which are not sent with the note."""
+    """The note of one row, and the row's tokens and routes, which are not part of the note as sent."""
 
     def __init__(self) -> None:
         super().__init__([0, 0])
@@ -44,17 +43,17 @@ class RouteNote(list[int]):
         return list, (list(self),)
 
     def keep_sampled(self, tokens: Sequence[int], routes: Tensor) -> Tensor:
-        """Append a later request's routes to the routes with which the row's earlier tokens were sampled.
+        """Append the routes of a later request to those with which the row's earlier tokens were sampled.
 
-        A later turn forwards the earlier tokens again, in different batches or with newer weights. Its routes for these
-        tokens therefore differ from the routes with which the tokens were sampled.
+        A later turn runs the earlier tokens through the model again, in other batches or with newer weights, so its
+        routes for these tokens can differ from those with which they were sampled.
 
         Args:
             tokens: ids of the request's prompt and response.
             routes: (n, layers, k), routes of the request's first n tokens.
 
         Returns:
-            (n, layers, k): the earlier routes up to the first token that differs, then the given routes.
+            (n, layers, k): the earlier routes up to the first token that differs, then the routes of the later request.
         """
         if self.routes is not None:
             shared = count_shared(self.tokens, tokens, min(len(self.routes), len(routes)))
@@ -184,7 +183,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
     Args:
         mode: source of the routes: R2, the trainer, for all tokens; R3, the rollout engine, for tokens in its notes.
         step: the trainer's step.
-        oldest: age in versions up to which routes are replayed; None: at any age.
+        oldest: largest age, in versions, at which routes are replayed; None: any age.
 
     Raises:
         ReplayError: routes or notes are missing, or the routes belong to other tokens.
@@ -196,8 +195,9 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
         ages = _read_ages(data, step, layout)
     if oldest is not None and ages is None:
         raise ReplayError(
-            f"offpolicy.replay.oldest={oldest} needs the age of the weights, but one sequence lacks the version that "
-            f"sampled it. Fix: pass on the server's extra_fields in the agent loop, or set {OLDEST}=null."
+            f"offpolicy.replay.oldest={oldest} needs the age of the weights, but the version of the weights that "
+            "sampled one sequence is missing. Fix: pass on the server's extra_fields in the agent loop, or set "
+            f"{OLDEST}=null."
         )
     routed = layout.within < counts[layout.rows]
     replayed = routed if oldest is None or ages is None else routed & (ages <= oldest)
@@ -211,7 +211,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
 
 
 def read_counts(data: TensorDict) -> list[int]:
-    """Read the number of each row's tokens that have routes; 0 for rows without a token in the loss, such as padding.
+    """Read how many of each row's tokens have routes; 0 for rows without a token in the loss, such as padding rows.
 
     Raises:
         ReplayError: a row has no note.
@@ -263,9 +263,9 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
     compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
     if wrong := [row for row in compared if found[row] != noted[row]]:
         raise ReplayError(
-            f"the checksums of {len(wrong)} of {len(compared)} sequences differ, so their routes are not those with "
-            f"which they were sampled; the first is at position {wrong[0]} of its micro-batch. Fix: find the code that "
-            f"changes the column {ROUTES} between rollout and trainer."
+            f"the route checksums of {len(wrong)} of {len(compared)} sequences differ, so these routes are not those "
+            f"with which the sequences were sampled; the first is at position {wrong[0]} of its micro-batch. Fix: "
+            f"find the code that changes the column {ROUTES} between rollout and trainer."
         )
     return len(compared)
 
@@ -284,7 +284,7 @@ def _read_column(data: TensorDict, layout: TokenLayout, mode: Mode) -> Tensor:
     if not torch.equal(column.offsets(), layout.offsets):
         raise ReplayError(
             f"{ROUTES} cover {column.offsets().diff().tolist()} tokens per sequence, but the sequences have "
-            f"{layout.lengths.tolist()}. Fix: pass routes for each token, and zeros for tokens without routes."
+            f"{layout.lengths.tolist()} tokens. Fix: pass routes for each token, and zeros for tokens without routes."
         )
     return routes
 
@@ -304,7 +304,7 @@ def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | Non
 
 
 def _find_oldest(fields: Mapping[str, Any]) -> int | None:
-    """Find the oldest weight version that sampled a token of the row; None if it is not recorded."""
+    """Find the oldest version of the weights that sampled a token of the row; None if it is not recorded."""
     noted = [version for turn in fields.get(CHUNKS) or () for version, _ in turn]
     # verl's value comes from the first attempt, which may have been aborted before it sampled a token.
     return min(noted) if noted and UNKNOWN not in noted else fields.get(OLDEST_VERSION)
@@ -312,21 +312,21 @@ def _find_oldest(fields: Mapping[str, Any]) -> int | None:
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _REFERENCE = "the reference is the same engine without its adapter, and would also replay routes."
-_SPLIT = "routes are not split over sequence-parallel ranks."
+_SPLIT = "sequence parallelism splits tokens over ranks, but not their routes."
 _OF_ANY_MODE = (
     Requirement(f"{_MODEL}.use_fused_kernels", (False,), "fused kernels replace the model's forward."),
-    Requirement(f"{_MODEL}.mtp.enable", (False,), "layers that predict further tokens choose experts themselves."),
+    Requirement(f"{_MODEL}.mtp.enable", (False,), "the layers for multi-token prediction choose their own experts."),
     Requirement(f"{_MODEL}.lora_rank", (0,), _REFERENCE),
     Requirement(f"{_MODEL}.lora.rank", (0,), _REFERENCE),
     Requirement(f"{_MODEL}.lora_adapter_path", (None,), _REFERENCE),
     Requirement(f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), _SPLIT),
     Requirement(f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size", (1,), _SPLIT),
 )
-_OF_R3 = Requirement("actor_rollout_ref.rollout.name", ("vllm",), "R3 is tested only with vLLM's routes.")
+_OF_R3 = Requirement("actor_rollout_ref.rollout.name", ("vllm",), "R3 has been tested only with routes from vLLM.")
 
 
 def list_requirements(mode: Mode) -> tuple[Requirement, ...]:
-    """List the configuration values that replay in this mode needs."""
+    """List the configuration values that this mode of replay requires."""
     return (*_OF_ANY_MODE, _OF_R3) if mode == "R3" else _OF_ANY_MODE
 
 
@@ -344,7 +344,7 @@ class ReplaySettings:
 
     Attributes:
         mode: R2 or R3.
-        oldest: age in versions of the weights up to which routes are replayed; None: at any age.
+        oldest: largest age, in versions of the weights, at which routes are replayed; None: any age.
     """
 
     mode: Mode

@@ -1,8 +1,8 @@
 """Replaces a router's choice of experts with recorded ids, and checks these ids against the model.
 
-A router of transformers chooses with a single ``topk`` over its experts' scores, (tokens, experts). Replay replaces the
-result of ``topk`` with the scores at the given ids. The model still decides how to use these scores (softmax before or
-after, bias, groups, scaling), and gradients reach the gate (R3, Ma et al. 2025).
+A router of transformers chooses experts with a single ``topk`` over their scores, (tokens, experts). Replay replaces
+the result of ``topk`` with the scores at the given ids. The model still decides how to use these scores (softmax before
+or after, bias, groups, scaling), and gradients reach the gate (R3, Ma et al. 2025).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 class ReplayError(RuntimeError):
-    """The model's routers cannot be replayed, or routes do not fit the model."""
+    """The model's routers cannot be replayed, or the routes do not match the model."""
 
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """Experts of one layer in its last forward.
+    """Experts that one layer used in its last forward.
 
     Args:
         ids: (tokens, k) int64, the ids passed to the experts.
-        own: (tokens, k) int64, the router's own choice.
+        own: (tokens, k) int64, the ids that the router itself chose.
         replayed: (tokens,) bool, rows whose choice was replaced.
     """
 
@@ -41,7 +41,7 @@ class ChoiceRecord:
         return self.replayed.sum()
 
     def count_equal(self) -> Tensor:
-        """Count the replayed rows whose own choice was the same set of experts: () int64."""
+        """Count the replayed rows for which the router itself chose the same set of experts: () int64."""
         return (equal_sets(self.ids, self.own) & self.replayed).sum()
 
 
@@ -57,13 +57,14 @@ class RouterSlot:
     def __init__(self, layer: int, experts: int, top_k: int) -> None:
         self.layer, self.experts, self.top_k = layer, experts, top_k
         self.record: ChoiceRecord | None = None
-        """Record of the last forward since the slot was armed. A recomputed forward writes the same values again."""
+        """Record of the last forward after ``arm`` was called. A recomputed forward writes the same values again."""
         self.armed: object | None = None
         self._ran_under: object | None = None
         self.ids: Tensor | None = None
         self._rows: Tensor | None = None
         self.entered: Tensor | None = None
-        """(tokens, k) ids with which the layer's experts were called in the last forward, if they are called by ids."""
+        """(tokens, k) ids with which the experts were called in the last forward; None if they are not called with
+        ids."""
         self.gradient: Tensor | None = None
         """() float32, sum of |gradient| of the router's scores since the last reset; None if gradients are not
         watched."""
@@ -79,14 +80,14 @@ class RouterSlot:
         self.ids, self._rows = ids, rows
 
     def disarm(self) -> None:
-        """Stop recording and replaying; the last record stays."""
+        """Stop recording and replaying; the last record is kept."""
         self.armed = self.ids = self._rows = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of the module that chooses the experts.
 
         Raises:
-            ReplayError: the module made no choice or several choices, or is recomputed for a backward while armed with
+            ReplayError: the module chose experts not exactly once, or is recomputed for a backward while armed with
                 other routes.
         """
         self._check_recomputation()
@@ -103,7 +104,7 @@ class RouterSlot:
         return result
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient of the router's scores to ``gradient``."""
+        """Add the absolute values of a gradient of the router's scores to ``gradient``."""
         if self.gradient is not None:
             self.gradient = self.gradient + gradient.float().abs().sum()
 
@@ -126,8 +127,8 @@ class RouterSlot:
             return own
         if len(self.ids) != len(scores):
             raise ReplayError(
-                f"layer {self.layer} routes {len(scores)} tokens, but was armed with routes of {len(self.ids)} tokens. "
-                "Fix: pass a row of ids for each token of this forward, including padding, in order."
+                f"layer {self.layer} routes {len(scores)} tokens, but routes of {len(self.ids)} tokens were given. "
+                "Fix: pass one row of ids for each token of this forward, in order, including padding."
             )
         ids = self.ids.to(scores.device, torch.int64)
         rows = torch.ones_like(chosen[:, 0], dtype=torch.bool) if self._rows is None else self._rows.to(scores.device)
@@ -136,7 +137,7 @@ class RouterSlot:
         return torch.return_types.topk((scores.gather(-1, entered), entered))
 
     def _check_recomputation(self) -> None:
-        # The task's id is -1 outside of a backward; torch.utils.checkpoint uses the same test.
+        # The graph task's id is -1 outside of a backward; torch.utils.checkpoint uses the same test.
         if torch._C._current_graph_task_id() == -1:
             self._ran_under = self.armed
         elif self._ran_under is not self.armed:
@@ -169,7 +170,7 @@ class _Replacement(TorchFunctionMode):
 
 
 def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
-    """Find the (tokens, experts) scores if a torch call chooses ``top_k`` of ``experts`` experts; otherwise None.
+    """Return the (tokens, experts) scores if a torch call chooses ``top_k`` of ``experts`` experts, and None otherwise.
 
     A choice among expert groups has a different width.
     """
@@ -204,11 +205,11 @@ def equal_sets(ids: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The layers of a model that contain experts.
+    """The layers of a model in which there are experts.
 
     Args:
         model: model type, for messages.
-        depth: number of decoder layers, including dense ones.
+        depth: number of decoder layers, including dense layers.
         layers: absolute numbers of the layers with experts, ascending.
         experts: number of experts per layer.
         top_k: number of experts per token.
@@ -238,8 +239,8 @@ def check_shape(routes: Tensor, to: RoutedLayers) -> None:
     if routes.dim() != 3 or routes.shape[1:] != (to.depth, to.top_k):
         raise ReplayError(
             f"routes have the shape {tuple(routes.shape)}, but {to.model} has {to.depth} decoder layers and {to.top_k} "
-            f"experts per token. Fix: pass routes of shape (tokens, {to.depth}, {to.top_k}), where dense layers count "
-            "too."
+            f"experts per token. Fix: pass routes of shape (tokens, {to.depth}, {to.top_k}), where the layers include "
+            "dense layers."
         )
 
 
@@ -258,7 +259,9 @@ def check_ids(routes: Tensor, rows: Tensor, to: RoutedLayers) -> None:
     _refuse(ids, outside.any(-1), rows, to.layers, f"but {to.model} has experts 0 to {to.experts - 1}")
     ordered = ids.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    _refuse(ids, twice, rows, to.layers, "which contain an expert twice, and no router chooses that")
+    _refuse(
+        ids, twice, rows, to.layers, "which contain an expert twice, although a router never chooses an expert twice"
+    )
     if to.dense:
         stray = routes[:, list(to.dense)]
         wrong = f"but layer(s) {list(to.dense)} of {to.model} have no experts"
@@ -272,6 +275,6 @@ def _refuse(ids: Tensor, wrong: Tensor, rows: Tensor, layers: Sequence[int], rea
     row, place = min(found, key=lambda each: (each[1], each[0]))
     raise ReplayError(
         f"the routes of layer {layers[place]} name experts {ids[row, place].tolist()} in row {row}, {reason}; "
-        f"{len(found)} (row, layer) pairs are affected. Fix: check that the routes belong to this model, in the order "
-        f"of its layers, and that rows without routes are zero in all layers."
+        f"{len(found)} (row, layer) pairs are affected. Fix: check that the routes come from this model, that they "
+        "are in the order of its layers, and that rows without routes are zero in all layers."
     )

@@ -1,7 +1,7 @@
-"""Routing replay in verl's FSDP engine, which wraps three methods of the engine's instance and copies no code.
+"""Routing replay in verl's FSDP engine; wraps three methods of the engine instance.
 
-With equal inputs, a router usually chooses the same experts for a token as another engine did (98 % of choices at equal
-weights). If the router agrees better with the routes of another row or layer, the routes are misplaced.
+For equal inputs, a router usually chooses the same experts for a token as the other engine did (98 % of choices at
+equal weights). If the router's choices agree better with the routes of another row or layer, the routes are misplaced.
 
 Patched functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``prepare_model_inputs(self, micro_batch)`` arms
 the routers, ``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and returns recorded
@@ -40,17 +40,17 @@ from .expert_choice import ChoiceRecord, ReplayError, equal_sets
 from .routed_model import RoutedModel, install_replay
 
 _DEVIATIONS = 3.0
-"""Number of standard deviations by which one count of agreements must exceed another."""
+"""Routes count as misplaced if one count of agreements exceeds the other by this many standard deviations."""
 
 
 def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """For each pair of layers, count the replayed rows in which one layer chose the routes shipped for the other layer.
+    """Count, for each pair of layers, the replayed rows in which one layer chose the experts recorded for the other.
 
     Args:
         records: records of one forward, by layer.
 
     Returns:
-        (layers, layers) int64, the choosing layer first, in the order of the records.
+        (layers, layers) int64, indexed by the choosing layer and then by the other layer, in the order of the records.
     """
     pairs = [(chooser, other) for chooser in records.values() for other in records.values()]
     counts = [(equal_sets(chooser.own, other.ids) & chooser.replayed).sum() for chooser, other in pairs]
@@ -58,14 +58,14 @@ def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
 
 
 def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
-    """Check that no layer chooses the experts that were shipped for another layer.
+    """Check that no layer chooses the experts that were recorded for another layer.
 
     Args:
         records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: a layer chooses such experts. The message names the first such layer, and the layer with whose
-            routes its choice agrees.
+        ReplayError: a layer chooses such experts. The message names the first such layer, and the layer whose routes
+            match its choices.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):
@@ -80,7 +80,7 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
 
 
 def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
-    """Check that routers do not choose the experts that were shipped for the previous or next row.
+    """Check that routers do not choose the experts that were recorded for the previous or next row.
 
     Args:
         records: records of one replayed forward, by layer.
@@ -101,9 +101,9 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
 
 
 def _count_shifted(record: ChoiceRecord, shift: int) -> int:
-    """Count the rows whose own choice was shipped ``shift`` rows later, if both rows are replayed."""
+    """Count the rows whose own choice equals the routes ``shift`` rows later, if both rows are replayed."""
     ids, rows = record.ids.roll(-shift, 0), record.replayed & record.replayed.roll(-shift, 0)
-    # A row that wraps around the end is not a neighbour.
+    # A row that has wrapped around from the other end is not a neighbour.
     rows[-1 if shift > 0 else 0] = False
     return int((equal_sets(record.own, ids) & rows).sum())
 
@@ -124,7 +124,7 @@ class FirstLook:
     Attributes:
         checksums: number of rows whose routes were compared with the client's notes.
         tokens: number of response tokens over which k3 is summed.
-        k3, k3_without: sums of k3(mu, pi) from a forward with the routes, and from a forward without them.
+        k3, k3_without: sums of k3(mu, pi) from a forward with the routes, and from a forward without routes.
     """
 
     checksums: int = 0
@@ -231,11 +231,11 @@ _FLAG = "enable_routing_replay"
 
 
 class ReplayingEngine:
-    """Routing replay for one engine, whose methods it wraps.
+    """Routing replay in one engine; wraps the engine's methods.
 
     Args:
         engine: verl's engine, initialised.
-        model: the routers of its module.
+        model: the routers of the engine's module.
         mode: R2 records routes in the forward of pi_old and replays them in updates; R3 replays the rollout engine's
             routes in both.
         oldest: age in versions of the weights up to which routes are replayed; None: at any age.
@@ -268,7 +268,8 @@ class ReplayingEngine:
         finally:
             self.model.disarm()
             self._routes = None
-        # This also runs after a forward without a loss, so that the run stops if experts were called with other ids.
+        # The check also runs after a forward without a loss, so that the run stops if experts were called with other
+        # ids.
         report = self._tally.report()
         if replays:
             gradients = tuple(self.model.get_gradients()) if watches else ()
@@ -323,7 +324,8 @@ class ReplayingEngine:
         return RoutingTally(self.model.layout.layers, self.model.layout.top_k)
 
     def _compute_native(self, micro_batch: TensorDict) -> Tensor:
-        """Compute log-probs, nested by row, with the experts that the routers choose; every rank must call this."""
+        """Compute log-probs, nested by row, with the routers' own choice of experts; all ranks must call this
+        function."""
         plain = with_tensors(micro_batch)
         tu.assign_non_tensor(plain, calculate_entropy=False, distillation_use_topk=False, distillation_only=False)
         self._suspended = True
@@ -341,7 +343,7 @@ class ReplayingEngine:
 
 
 def install_in_engine(engine: Any, mode: Mode, oldest: int | None = None) -> ReplayingEngine:
-    """Install replay in an initialised engine; every rank calls this together.
+    """Install replay in an initialised engine; all ranks must call this function together.
 
     Raises:
         ReplayError: the engine's model chooses experts in an unsupported way.

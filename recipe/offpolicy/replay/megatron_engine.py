@@ -1,10 +1,10 @@
-"""Monitoring of routing replay in verl's Megatron engine, which replays routes itself.
+"""Monitors routing replay in verl's Megatron engine, which has its own implementation of replay.
 
 Wrapped functions in verl 0.9.1, see ``verl_patches.worker_seams``: ``prepare_model_inputs(self, batch)`` returns the
-routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` passes them to the routers of the chunk and runs
-it, and ``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router
-stores its targets in ``RouterReplay.target_topk_idx``; the second value of its forward contains the experts of each
-token.
+routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` passes the routes to the routers of a model
+chunk and runs this chunk, and ``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the
+last backward. A router stores its targets in ``RouterReplay.target_topk_idx``; the second value of its forward contains
+the experts of each token.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ REPORT = "offpolicy_megatron_routing"
 
 @dataclass(frozen=True)
 class MegatronReport:
-    """Routes that one rank replayed in one mini-batch; the rank's routers followed all of them.
+    """Routes that one rank replayed in one mini-batch. The rank's routers are known to have followed all of them.
 
     Attributes:
         layers: numbers of the layers with routers on this rank, from 0.
         tokens: number of tokens whose routes were replayed, in each layer.
-        forwarded: number of tokens of the rank's forwards, padding included.
-        placed: True if replayed ids were also compared with the shipped ones by layer and token; this is impossible if
+        forwarded: number of tokens in the rank's forwards, including padding.
+        placed: True if replayed ids were also compared with the shipped ids by layer and token. This is not possible if
             tokens are split over ranks.
     """
 
@@ -72,7 +72,7 @@ class WatchedEngine:
         self._watches = self._keeps = False
         self._routes: Tensor | None = None
         self._sent: dict[Any, Tensor] = {}
-        """Per router, (tokens, experts) bool: the experts that each token of the last forward was sent to."""
+        """Per router, (tokens, experts) bool: the experts to which each token of the last forward was sent."""
         self._forwards: dict[Any, list[Tensor]] = {}
         """Per router, (tokens,) checksums of the forwards that will be recomputed."""
         self._counts: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -86,7 +86,7 @@ class WatchedEngine:
 
     @property
     def places(self) -> bool:
-        """True if a rank forwards a micro-batch's tokens in the order in which their routes are shipped."""
+        """True if a rank forwards a micro-batch's tokens in the order of the shipped routes."""
         config, engine = self.engine.tf_config, self.engine.engine_config
         split = config.tensor_model_parallel_size * config.context_parallel_size > 1 or engine.dynamic_context_parallel
         return not (split or config.fp8 or getattr(config, "experimental_attention_variant", None))
@@ -97,7 +97,7 @@ class WatchedEngine:
         return config.recompute_granularity is not None or config.moe_layer_recompute
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's method; on ranks that have a report, add the report to an update's metrics.
+        """Run verl's method; on ranks with a report, add the report to an update's metrics.
 
         Raises:
             ReplayError: a router did not send tokens to its target experts, or its targets are not the shipped routes.
@@ -118,7 +118,7 @@ class WatchedEngine:
         return output
 
     def prepare_model_inputs(self, batch: TensorDict) -> Any:
-        """Prepare the inputs as verl does, and keep the routes as they were shipped."""
+        """Prepare the inputs as verl does, and keep a copy of the shipped routes."""
         inputs = self._prepare(batch)
         routes = inputs[ROUTES]
         self._routes = routes.values() if routes is not None and routes.is_nested else routes
@@ -150,7 +150,7 @@ class WatchedEngine:
         if not self._watches:
             return
         router, sent = module.router_replay, output[1].detach().bool()
-        # The task's id is -1 outside of a backward; in a backward, the oldest forward is recomputed.
+        # The graph task's id is -1 outside of a backward; in a backward, the oldest forward is recomputed.
         if torch._C._current_graph_task_id() == -1:
             self._sent[router] = sent
             if self._keeps:
@@ -165,12 +165,12 @@ class WatchedEngine:
             if sent != replayed:
                 raise ReplayError(
                     f"the router of layer {layer} did not send {replayed - sent} of {replayed} tokens to the experts "
-                    "that its RouterReplay names. Fix: find the code that overrides verl's replay in Megatron's "
+                    "listed in its RouterReplay. Fix: find the code that overrides verl's replay in Megatron's "
                     "router, or set router_replay.mode=disabled."
                 )
             if placed != replayed:
                 raise ReplayError(
-                    f"for {replayed - placed} of {replayed} tokens, the RouterReplay of layer {layer} does not name "
+                    f"for {replayed - placed} of {replayed} tokens, the RouterReplay of layer {layer} does not list "
                     f"the shipped experts. Fix: check how verl maps layers and tokens of {ROUTES}, or set "
                     "router_replay.mode=disabled."
                 )
@@ -191,34 +191,34 @@ def count_replayed(
     shipped: Tensor | None = None,
     drops: bool = False,
 ) -> Tensor:
-    """Count the tokens of one router's forward, and those that were routed as required.
+    """Count the tokens of one router's forward, and how many were sent to the required experts.
 
     Args:
         layer: number of the router's layer, for messages.
-        sent: (tokens, experts) bool, experts that each token was sent to.
+        sent: (tokens, experts) bool, the experts to which each token was sent.
         target: (tokens, k) target ids of the router.
         mask: bool, tokens to replay; None: all tokens.
         shipped: (tokens, k) ids that were shipped; None if they are not known per token.
-        drops: True if full experts drop tokens.
+        drops: True if experts at full capacity drop tokens.
 
     Returns:
-        (5,) int64: tokens; tokens to replay; among the tokens to replay, tokens sent to their target, and tokens whose
-        target is the shipped one; 0.
+        (5,) int64: tokens; tokens to replay; among these, tokens sent to their target, and tokens whose target was
+        shipped for them; 0.
 
     Raises:
         ReplayError: the number of tokens differs from the number of routes.
     """
     if len(target) != len(sent):
         raise ReplayError(
-            f"the router of layer {layer} forwarded {len(sent)} tokens, including padding, but has routes of "
+            f"the router of layer {layer} forwarded {len(sent)} tokens, including padding, but has routes for "
             f"{len(target)} tokens, so the routes were assigned to the wrong tokens. Fix: set "
-            "actor_rollout_ref.actor.megatron.use_remove_padding=true, which makes verl pack tokens and routes in the "
-            "same way."
+            "actor_rollout_ref.actor.megatron.use_remove_padding=true, which makes verl pack tokens and routes in "
+            "the same way."
         )
     if shipped is not None and len(shipped) != len(target):
         raise ReplayError(
-            f"the router of layer {layer} has routes of {len(target)} tokens, but routes of {len(shipped)} were "
-            "shipped. Fix: pass routes of each token, and zeros for tokens without routes."
+            f"the router of layer {layer} has routes for {len(target)} tokens, but routes for {len(shipped)} tokens "
+            "were shipped. Fix: pass routes for each token, and zeros for tokens without routes."
         )
     rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
     wanted = torch.zeros_like(sent).scatter(1, target.to(sent.device), True)
@@ -238,7 +238,7 @@ def watch_actor(worker: Any, mode: Mode) -> WatchedEngine:
     """Monitor the routers of the engine of verl's actor worker.
 
     Raises:
-        PatchError: a function or attribute of verl has moved.
+        PatchError: a function or attribute of verl is not where it is expected.
     """
     from verl_patches import worker_seams
     from verl_patches.contract import check_all
@@ -271,7 +271,7 @@ def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
         compared = "were not compared with the shipped routes, because verl splits them"
     return (
         f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
-        f"tokens sent to the experts that verl's RouterReplay names, which {compared}."
+        f"tokens sent to the experts listed in verl's RouterReplay, which {compared}."
     )
 
 
@@ -279,7 +279,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class MegatronReplay(AddOn):
-    """Add-on that proves verl's own replay.
+    """Add-on that proves that verl's own replay takes effect.
 
     Args:
         mode: verl's replay mode.

@@ -1,4 +1,4 @@
-"""Replay of recorded routes in a whole model, whose routers are found by a forward pass instead of by name."""
+"""Replay of recorded routes in a whole model; a forward pass finds the routers, so no module names are needed."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def find_routers(
 ) -> tuple[RoutedLayers, dict[int, nn.Module]]:
     """For each layer, find the innermost module whose forward chooses the tokens' experts.
 
-    Runs one or two forwards without gradients, in which every rank of a sharded model takes part. Dropout is off, and
-    no random generator advances.
+    This function runs one or two forwards without gradients; for a sharded model, all ranks must call it together.
+    Dropout is off, and the states of random generators do not change.
 
     Args:
         model: a causal language model of transformers, sharded or not.
         inputs: keyword arguments of the forward; None: a row of ``TOKENS`` tokens on the parameters' device.
 
     Returns:
-        The layers with experts, and the module that chooses in each, by absolute number.
+        The layers with experts, and absolute layer number -> the module that chooses the experts.
 
     Raises:
-        ReplayError: the model does not make exactly one choice in each layer with experts, chooses in a module outside
-            the layers, or weights experts by scores that are masked for unchosen experts.
+        ReplayError: the model does not make exactly one choice per layer with experts, chooses experts in a module
+            outside the layers, or weights experts by masked scores.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     # Sharding replaces the model's class.
@@ -59,7 +59,7 @@ def find_routers(
         inputs = {"input_ids": ids, "use_cache": False}
     search = _search(model, experts, top_k, inputs)
     inside = [path for path in search.paths if _LAYER.search(f"{path}.")]
-    # A load-balancing loss makes another choice among all layers' scores, in a module above the layers.
+    # A load-balancing loss calls topk again, on all layers' scores, in a module above the layers.
     paths = [
         path
         for path in search.paths
@@ -81,7 +81,7 @@ def find_routers(
             name, f"layer {layout.layers[-1]} chooses experts, but the model has num_hidden_layers={layout.depth}"
         )
     if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
-        raise _refuse(name, "the model weights experts by masked scores, which belong to groups that it did not choose")
+        raise _refuse(name, "the model weights experts by scores that it masks for all groups that were not chosen")
     return layout, {layer: found[layer] for layer in layout.layers}
 
 
@@ -98,13 +98,17 @@ def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
             raise _refuse(name, f"{key}={value} differs by layer")
         if isinstance(size := sizes.pop(), int):
             return size
-    raise _refuse(name, f"the model's config has none of {', '.join(keys)}")
+    raise _refuse(name, f"the model's config contains none of the keys {', '.join(keys)}")
 
 
 def _read_layer(name: str, path: str) -> int:
     numbers = _LAYER.findall(f"{path}.")
     if len(numbers) != 1:
-        raise _refuse(name, f"the module {path or '(the model itself)'} chooses experts but is in no `layers.<n>.`")
+        raise _refuse(
+            name,
+            f"the module {path or '(the model itself)'} chooses experts, but its path contains no `layers.<n>.`, so "
+            "its layer number is unknown",
+        )
     return int(numbers[0])
 
 
@@ -128,7 +132,7 @@ class _Search(TorchFunctionMode):
 
     Args:
         experts, top_k: size of a choice.
-        running: paths of the modules whose forward is running.
+        running: paths of the modules whose forward is currently running.
         poison: True to make the chosen scores NaN; if NaN reaches the output, experts are weighted by these scores.
     """
 
@@ -151,7 +155,7 @@ class _Search(TorchFunctionMode):
 
 
 def _is_masked(scores: Tensor) -> bool:
-    """Return True if each token has scores of -inf (or probabilities of 0), which mark groups that were not chosen."""
+    """Return True if each token has scores of -inf (or probabilities of 0), the mark of unchosen groups."""
     zeros = (scores == 0) & (scores.amin(-1, keepdim=True) == 0) & (scores.amax(-1, keepdim=True) > 0)
     return bool((zeros | scores.isneginf()).any(-1).all())
 
@@ -190,12 +194,12 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> RoutedModel:
     """Find the routers of a model and wrap their forwards with replay.
 
-    Unarmed routers run unchanged. On a sharded model, every rank calls this together.
+    Routers behave as usual until ``arm`` is called. For a sharded model, all ranks must call this function together.
 
     Args:
         model: a causal language model of transformers, before or after sharding.
         inputs: keyword arguments of the forward that finds the routers; None: a row of a few tokens on the parameters'
-            device, which differs from the forward's device if they are offloaded.
+            device. If parameters are offloaded, this is not the device of the forward.
 
     Raises:
         ReplayError: the model chooses experts in an unsupported way.
@@ -224,9 +228,10 @@ class RoutedModel:
                 _note_entries(experts[layer], self._slots[layer])
 
     def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
-        """Replay these routes in each forward from now on.
+        """Replay these routes in all following forwards.
 
-        Activation checkpointing runs a forward again in its backward, so disarm, or arm again, after the backward.
+        Activation checkpointing recomputes a forward during its backward, so call ``disarm`` or ``arm`` only after the
+        backward.
 
         Args:
             routes: (tokens, depth, k) uint8, int16, int32 or int64, for the tokens of one forward in their order;
@@ -235,7 +240,7 @@ class RoutedModel:
                 other tokens are routed natively.
 
         Raises:
-            ReplayError: shape or ids do not fit; nothing is armed.
+            ReplayError: shape or ids do not match the model; the routers are then left unchanged.
         """
         self.disarm()
         check_shape(routes, self.layout)
@@ -245,12 +250,12 @@ class RoutedModel:
             slot.arm(routes[:, layer], rows)
 
     def record_own(self) -> None:
-        """Record the routers' own choice in each forward from now on."""
+        """Record the routers' own choices in all following forwards."""
         for slot in self._slots.values():
             slot.arm()
 
     def disarm(self) -> None:
-        """Stop recording and replaying; records stay until the next arming."""
+        """Stop recording and replaying; records are kept until the routers are armed again."""
         for slot in self._slots.values():
             slot.disarm()
 
@@ -262,18 +267,18 @@ class RoutedModel:
         """
         if missing := [layer for layer, slot in self._slots.items() if slot.record is None]:
             raise ReplayError(
-                f"layer(s) {missing} of {self.layout.model} have chosen no experts since routing replay was armed. "
-                f"Fix: run the whole model between arming and reading."
+                f"layer(s) {missing} of {self.layout.model} have chosen no experts since recording or replay began. "
+                "Fix: run a forward of the whole model before reading its routes."
             )
         return {layer: slot.record for layer, slot in self._slots.items() if slot.record is not None}
 
     def count_entered(self) -> Tensor:
-        """Count the replayed tokens of the last forward, by the ids that reached the experts.
+        """Count the replayed tokens of the last forward, and compare them with the ids passed to the experts.
 
         Returns:
-            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed; among these, tokens for which the
-            experts were called with these ids, and tokens for which the router's own choice was the same set. For
-            experts that are not called by ids, the router's return value is counted.
+            (layers, 3) int64 in the order of ``layout.layers``: replayed tokens; among these, tokens for which the
+            experts were called with the replayed ids, and tokens for which the router itself chose the same set. For
+            experts that are not called with ids, the router's return value is used instead.
 
         Raises:
             ReplayError: a layer made no choice since the arming.
@@ -288,7 +293,7 @@ class RoutedModel:
         return torch.stack(counts)
 
     def watch_gradients(self, on: bool) -> None:
-        """Turn the summing of gradients of the routers' scores on or off."""
+        """Start or stop summing the gradients of the routers' scores."""
         for slot in self._slots.values():
             slot.gradient = torch.zeros(()) if on else None
 

@@ -1,6 +1,7 @@
 """Routing replay in a V1 run on FSDP: the workers that replay routes, the client that records routes, and the proof.
 
-verl's tool agent uses the routes of its last turn for all tokens; this client keeps the routes of each turn.
+verl's tool agent uses the routes of its last turn for all tokens, whereas the client in this module keeps the routes of
+each turn.
 
 ``verl_patches.worker_seams`` lists the patched functions of verl 0.9.1.
 """
@@ -65,7 +66,7 @@ _ROUNDING = 1e-6
 
 
 def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
-    """Sum the reports of one or several updates; there must be at least one report.
+    """Sum the reports of one or several updates; ``reports`` must not be empty.
 
     Raises:
         LivenessError: ranks replay in different layers.
@@ -99,7 +100,8 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
         tokens: number of tokens of the update, without padding, over all ranks and epochs.
 
     Returns:
-        A sentence if the gates had a gradient; empty if this was not measured or there was no gradient.
+        A sentence for the log if the gates had a gradient; empty if gradients were not measured or there was no
+        gradient.
 
     Raises:
         LivenessError: routes are missing, a gate has no gradient, or replay widens the mismatch.
@@ -169,7 +171,7 @@ def _judge_gradients(update: RoutingReport) -> bool:
 def _describe(mode: Mode, update: RoutingReport, metrics: dict[str, float]) -> str:
     parts = [
         f"routing replay {mode} LIVE in {len(update.layers)} layers: {metrics['replayed_token_share']:.1%} of tokens "
-        f"replayed with the shipped ids",
+        "replayed with the recorded ids",
         f"{metrics['equal_share']:.1%} of choices are the trainer's own",
     ]
     if update.first and update.first.checksums:
@@ -219,7 +221,7 @@ class RoutingReplay(AddOn):
         return compute(self._put_native(batch) if native else batch)
 
     def _put_native(self, batch: Any) -> Any:
-        """Compute log pi_old under the trainer's own routes, without replay, and store it next to the batch."""
+        """Compute log pi_old with the trainer's own routes, without replay, and store it together with the batch."""
         temperature = self._run.config.actor_rollout_ref.rollout.temperature
         step = batch.extra_info.pop(REPLAY_STEP)
         batch.extra_info.update(FORWARD | {"temperature": temperature})

@@ -1,1 +1,1 @@
-"""How far sampling may run ahead of training: how fast prompts are issued, and what happens to too-old rows."""
+"""Limits how far sampling may run ahead of training, by the rate of issued prompts and the handling of old rows."""

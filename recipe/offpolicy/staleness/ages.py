@@ -1,10 +1,10 @@
 """Ages of the rows of a batch, in versions of the weights, and the limit on how many prompts may be issued.
 
 Let B be the number of prompts per batch, N the number of prompts issued so far, and i the version of the trainer's
-weights. AReaL's limit (arXiv: 2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained on by weights
-that are at most eta versions newer than the weights at its issue. Here, step s begins with the weights of version s -
-1, and the limit is N <= (s + eta) * B, which is equivalent for whole numbers. A fractional eta allows that fraction of
-another batch, so the largest age is eta rounded up.
+weights. AReaL's limit (arXiv: 2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is used for training by
+weights at most eta versions newer than the weights when it was issued. Here, step s begins with the weights of version
+s - 1, and the limit is N <= (s + eta) * B, which is equivalent for whole numbers. A fractional eta allows a
+corresponding fraction of another batch, so the largest age is eta rounded up.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class RateLimitError(RuntimeError):
 
 
 class RateLimit:
-    """Account of the issued prompts that were trained on, or that can still be trained on.
+    """Counts the issued prompts that have been used for training, or can still be used.
 
     Args:
-        eta: number of batches by which sampling may run ahead of training, >= 0; a float is read by its decimal text.
+        eta: number of batches by which sampling may run ahead of training, >= 0; a float is converted from its decimal
+            text.
         batch: number of prompts per batch.
 
     Attributes:
-        account: number of prompts issued, without those that were dropped before training.
+        account: number of issued prompts, excluding those that were dropped before training.
     """
 
     def __init__(self, eta: float, batch: int) -> None:
@@ -54,7 +55,7 @@ class RateLimit:
         if count > (room := self.room(step)):
             raise RateLimitError(
                 f"{count} prompts were issued in step {step}, but offpolicy.staleness.eta={format_eta(self.eta)} "
-                f"allows {max(room, 0)} more: some code issues prompts beyond the limit."
+                f"allows {max(room, 0)} more prompts. Fix: find the code that issues prompts beyond the limit."
             )
         self.account += count
 
@@ -80,7 +81,7 @@ def format_eta(eta: Fraction) -> str:
 
 
 ISSUED = "global_steps"
-"""Tag of a row and of its prompt: the step in which the prompt was issued."""
+"""Tag of rows and prompts: the step in which the prompt was issued."""
 
 
 class StalenessError(RuntimeError):
@@ -88,7 +89,7 @@ class StalenessError(RuntimeError):
 
 
 class AgeLimit:
-    """Largest age at which a row is trained on: eta of the step in which the row's prompt was issued, rounded up.
+    """Largest age at which a row may be used: eta of the step in which the row's prompt was issued, rounded up.
 
     Args:
         eta: eta of the run's first step.
@@ -109,7 +110,7 @@ class AgeLimit:
         return math.ceil(self.eta)
 
     def change(self, step: int, eta: Fraction) -> None:
-        """Use another eta, starting with ``step``."""
+        """Change eta from ``step`` onwards."""
         self._changes.append((step, eta))
 
     def get_eta(self, issued: int) -> Fraction:
@@ -122,26 +123,26 @@ class AgeLimit:
         return oldest if issued > self._resumed else max(oldest, self._restored)
 
     def admits(self, version: int, issued: int, step: int) -> bool:
-        """Return True if a row sampled by ``version`` is not too old in ``step``, which begins at version step - 1."""
+        """Return True if a row sampled by ``version`` is not too old in ``step`` (begins with version step - 1)."""
         return compute_age(version, step) <= self.get_oldest(issued)
 
     def state(self) -> list[list[Any]]:
-        """Return the steps at which eta changed, with its values, as plain values for a checkpoint."""
+        """Return the steps at which eta changed, and the new values of eta, as plain values for a checkpoint."""
         return [[step, str(eta)] for step, eta in self._changes]
 
     def restore(self, step: int, eta: str | None, changes: Sequence[Sequence[Any]] = ()) -> None:
         """Resume after ``step`` steps of a run.
 
         Args:
-            eta: eta of the earlier part of the run; None if unknown.
-            changes: the earlier part's ``state``, if eta moved.
+            eta: eta of the run before the checkpoint; None if unknown. changes: ``state`` of the run before the
+                checkpoint, if eta changed.
         """
         now = self.eta
         if changes:
             before = [(int(since), Fraction(each)) for since, each in changes]
             steps = [since for since, _ in before]
             if steps[0] != 0 or steps != sorted(steps) or steps[-1] > step + 1:
-                raise ValueError(f"changes={list(changes)}: their steps must rise from 0 to at most {step + 1}")
+                raise ValueError(f"changes={list(changes)}: the steps must increase from 0 to at most {step + 1}")
             self._changes = [*before, (step + 1, now)]
             return
         self._resumed = step
@@ -150,7 +151,7 @@ class AgeLimit:
 
 @dataclass(frozen=True)
 class RowTag:
-    """Versions, issue step and length of a row, read from the tag that verl attaches to the row.
+    """Weight versions, issue step and length of a row, read from the tag that verl attaches to the row.
 
     Attributes:
         key: uid of the prompt, number of the session, and number of the output.
@@ -183,9 +184,9 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
     for key, tag in zip(keys, tags, strict=True):
         if (version := tag.get(OLDEST_VERSION)) is None:
             raise StalenessError(
-                f"sequence {key} does not name the version of the weights that sampled it, so its age is unknown. Fix: "
-                f"pass on the extra_fields of the server's output in its agent loop, or set "
-                f"offpolicy.staleness.eta=null."
+                f"sequence {key} does not contain the version of the weights that sampled it, so its age is unknown. "
+                "Fix: pass on the extra_fields of the server's output in its agent loop, or set "
+                "offpolicy.staleness.eta=null."
             )
         newest = version if (found := tag.get(NEWEST_VERSION)) is None else found
         rows.append(RowTag(key, version, newest, tag[ISSUED], tag["response_len"], bool(tag.get("is_padding"))))
@@ -196,17 +197,17 @@ def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> 
     """Check that no finished row reports a version of the weights that does not exist yet.
 
     Args:
-        tags: tags of rows, by key, before the weights of ``step`` exist.
+        tags: key -> tag of each row, read before the weights of ``step`` exist.
 
     Raises:
-        StalenessError: a rollout server reports a version newer than the one with which it samples.
+        StalenessError: a rollout server reports a newer version than the version with which it samples.
     """
     for key, tag in tags.items():
         if (newest := tag.get(NEWEST_VERSION)) is not None and newest > step - 1:
             raise StalenessError(
                 f"sequence {key} finished in step {step} and reports that version {newest} of the weights sampled it, "
-                f"but version {step - 1} is the newest (offpolicy.staleness.eta={eta}): its rollout server reports "
-                f"a version other than the one it samples with, so no age can be known."
+                f"but version {step - 1} is the newest (offpolicy.staleness.eta={eta}): its rollout server reports a "
+                "version other than the version with which it samples, so all ages are unknown."
             )
 
 
@@ -227,9 +228,9 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
     raise StalenessError(
         f"sequence {worst.key} was sampled by version {worst.version} of the weights and would be trained in step "
         f"{step}, by version {step - 1}, at age {compute_age(worst.version, step)}, but offpolicy.staleness.eta="
-        f"{format_eta(limit.get_eta(worst.issued))}, in force when its prompt was issued in step {worst.issued}, "
-        f"allows {limit.get_oldest(worst.issued):g}. {len(found)} of {len(rows)} sequences are too old: some code "
-        f"issues prompts, or returns sequences, beyond the limit."
+        f"{format_eta(limit.get_eta(worst.issued))}, which applied when its prompt was issued in step {worst.issued}, "
+        f"allows at most {limit.get_oldest(worst.issued):g}. {len(found)} of {len(rows)} sequences are too old. "
+        "Fix: find the code that issues prompts, or returns sequences, beyond the limit."
     )
 
 
@@ -237,8 +238,8 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
     """Check that no row in the loss is older than the rows that were sent to the loss.
 
     Args:
-        seen: age of the oldest row in the loss, by the versions sent with the rows; None if the loss received no
-            versions.
+        seen: age of the oldest row in the loss, computed from the versions sent with the rows; None if the loss
+            received no versions.
         entered: rows of which at least one token is in the loss.
 
     Raises:
@@ -248,16 +249,16 @@ def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: st
     if seen is None or seen > compute_age(oldest.version, step):
         found = "no versions" if seen is None else f"a sequence of age {seen:g}"
         raise StalenessError(
-            f"the loss of step {step} received {found}, but the oldest sequence that entered it, {oldest.key}, has age "
-            f"{compute_age(oldest.version, step)} by its tag (offpolicy.staleness.eta={eta}): the versions in "
-            f"extra_fields differ from those of the tags."
+            f"the loss of step {step} received {found}, but the oldest sequence that entered it, {oldest.key}, has "
+            f"age {compute_age(oldest.version, step)} according to its tag (offpolicy.staleness.eta={eta}): the "
+            "versions in extra_fields differ from those in the tags."
         )
 
 
 def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: Sequence[int]) -> tuple[set[int], ...]:
-    """Split rows that are too old into those that can be masked and those whose advantage must be zeroed instead.
+    """Split rows that are too old into rows to mask and rows whose advantage must be set to zero instead.
 
-    The loss of a mini-batch without tokens would be divided by zero.
+    If all rows of a mini-batch were masked, its loss would be divided by zero tokens.
 
     Args:
         mini_batch: index of the mini-batch of each row.
@@ -284,7 +285,7 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
 def check_noted(
     rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]], step: int, eta: str
 ) -> None:
-    """Check that each token has a version, and that none is older than the weights when its prompt was issued.
+    """Check that each token has a version, and that no version is older than the weights when the prompt was issued.
 
     A prompt issued in step s, or restored from a checkpoint, is sampled by version s - 1 or newer.
 
@@ -293,8 +294,8 @@ def check_noted(
         runs: lengths of the runs of each row's response mask.
 
     Raises:
-        StalenessError: a client lost a chunk, or a rollout server reports a version older than the one with which it
-            samples.
+        StalenessError: a client lost a chunk, or a rollout server reports an older version than the version with which
+            it samples.
     """
     for row, noted, lengths in zip(rows, turns, runs, strict=True):
         if row.is_padding:
@@ -312,13 +313,13 @@ def check_noted(
             raise StalenessError(
                 f"sequence {row.key} of step {step} reports that version {oldest} of the weights sampled it, but its "
                 f"prompt was issued in step {row.issued}, under version {row.issued - 1} "
-                f"(offpolicy.staleness.eta={eta}): its rollout server reports a version other than the one it "
-                f"samples with, or has not loaded these weights."
+                f"(offpolicy.staleness.eta={eta}): its rollout server reports a version other than the version with "
+                "which it samples, or has not loaded these weights."
             )
 
 
 def count_versions(turns: Turns) -> int:
-    """Count the different versions with which a row was sampled.
+    """Count the different versions of the weights that sampled a row.
 
     Example:
         >>> count_versions([[(3, 2), (4, 5)], [(4, 1), (6, 1)]])
@@ -331,7 +332,7 @@ def count_lost(turns: Turns, runs: Sequence[int]) -> int:
     """Count a row's tokens that have no recorded version.
 
     Runs may be shorter than their turns if verl has truncated them. If there are fewer turns than runs, the agent loop
-    uses a new request id per turn; such rows cannot be assigned, and none of their tokens counts as lost.
+    uses a new request id per turn; turns cannot be assigned to such rows, and none of their tokens counts as lost.
 
     Example:
         >>> count_lost([[(3, 2), (4, 5)]], [7]), count_lost([[(3, 2)]], [7]), count_lost([[(3, 2)]], [2, 5])

@@ -8,11 +8,12 @@ partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self,
 eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and the prompt metadata of
 ``_sync_metadata_from_transfer_queue``.
 
-verl hands out finished groups in the order in which they were issued. With a limited rate, a group becomes too old only
-if other groups are trained on while it is still being sampled. verl's own ``wait`` does not prevent this, because it
-checks unfinished prompts only at their last step, when more of them may be due than fit into a batch. Here, ``wait``
-skips an unfinished prompt only if all remaining prompts can still be trained on in time. ``drop`` is verl's own
-strategy, with a threshold of eta + 1; ``mask`` and ``refresh`` are implemented here and in the trainer.
+verl returns finished groups in the order in which they were issued. If the rate is limited, a group becomes too old
+only if other groups are used for training while it is still being sampled. verl's own ``wait`` does not prevent this:
+it checks an unfinished prompt only in the last step in which it may be used, when more prompts may be due than fit into
+a batch. In this module, ``wait`` skips an unfinished prompt only if all remaining prompts can still be used in time.
+``drop`` is verl's own strategy, with a threshold of eta + 1; ``mask`` and ``refresh`` are implemented here and in the
+trainer.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ ROOT = "offpolicy/staleness"
 
 @dataclass
 class Mean:
-    """Sum and number of values."""
+    """Sum and count of values, for their mean."""
 
     total: float = 0
     count: float = 0
 
     def add(self, values: Iterable[float]) -> None:
-        """Add values."""
+        """Add these values."""
         for value in values:
             self.total += value
             self.count += 1
@@ -59,17 +60,16 @@ class Tally:
     """Counts of the current step, and lengths since the start of the run.
 
     Attributes:
-        issued, refreshed, lost: numbers of prompts that were issued, sampled again, and lost (not trained on, failed,
-            filtered or replaced).
+        issued, refreshed, lost: numbers of prompts that were issued, sampled again, and lost (never used for training,
+            failed, filtered or replaced).
         room: number of prompts that could be issued when the step began.
         waited: seconds for which the trainer waited for rows.
-        tokens, masked_tokens: number of tokens in the rows taken for training, and in those of these rows that were
-            masked.
+        tokens, masked_tokens: numbers of tokens in all rows taken for training, and in the masked rows among them.
         in_flight, in_queue: for rows in the loss, number of versions of the weights created while the row was being
             sampled, and after it was finished.
         spans: for rows with per-token versions, number of versions that sampled the row.
-        updates: age of a token, in updates.
-        too_old, trained: lengths of rows that were too old, regardless of how they were treated, and of all other rows.
+        updates: ages of tokens, in updates.
+        too_old, trained: lengths of rows that were too old, however these were handled, and of all other rows.
     """
 
     def __init__(self) -> None:
@@ -128,13 +128,12 @@ class Tally:
 
 
 def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -> bool:
-    """Return True if all waiting prompts can still be trained on in time when they are handed out in this order.
+    """Return True if all waiting prompts can still be used in time if they are returned in this order.
 
     Args:
-        due: last step in which each prompt may be trained on, in the order in which the prompts were issued.
+        due: last step in which each prompt may be used for training, in the order in which the prompts were issued.
         step: the current step.
-        batch: number of prompts that are trained on in each further step.
-        left: number of prompts that are still to be trained on in this step.
+        batch: number of prompts used in each further step. left: number of prompts still to be used in this step.
     """
     return all(place <= left + max(last - step, 0) * batch for place, last in enumerate(due, 1))
 
@@ -144,7 +143,7 @@ logger = logging.getLogger("verl.offpolicy")
 TRAIN = "train"
 """Partition of TransferQueue that contains the training rows."""
 _ANEW = "."
-"""Separator in a uid; the number of times that the prompt was sampled again follows it."""
+"""Separator in a uid, followed by the number of times that the prompt was sampled again."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
@@ -153,10 +152,9 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     Args:
         settings: settings of the staleness limit.
         limit: age limit; groups that exceed it are sampled again.
-        tally: object that receives the counts.
-        sample_anew: issues prompts again, under new uids.
+        tally: object that receives the counts. sample_anew: function that issues prompts again, under new uids.
         batch: number of prompts per step.
-        clock: returns seconds.
+        clock: function that returns seconds.
         kwargs: verl's arguments except threshold and strategy.
     """
 
@@ -181,8 +179,8 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Count the prompts of the training partition that are waiting, running or finished.
 
         Args:
-            step: the step that is starting and has not issued prompts yet; in that case, the metadata from the end of
-                the previous step is still valid.
+            step: the step that is starting, if it has not issued prompts yet; the metadata from the end of the previous
+                step is then still valid.
         """
         if step is None or self._looked != step - 1:
             self._sync_metadata_from_transfer_queue()
@@ -271,7 +269,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         stale, filtered, *_ = eviction_reasons
-        # As in verl, groups without a signal are replaced with other prompts.
+        # As in verl, groups that verl's filter removes are replaced with other prompts.
         anew = sorted(stale - filtered) if self._settings.too_old == "refresh" else []
         prompts = tq.kv_batch_get(keys=anew, partition_id=partition_id) if anew else None
         if partition_id == TRAIN:
@@ -285,7 +283,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             self._sample_anew(prompts)
         elif self._settings.too_old == "drop":
             self._tally.lost += len(stale)
-        # verl then replaces the prompts that this method returns.
+        # verl replaces the prompts that this method returns.
         return (evicted - set(anew), *rest)
 
 

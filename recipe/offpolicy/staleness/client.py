@@ -1,8 +1,8 @@
-"""Clients of verl's rollout servers that note, for each row, what the servers report with its tokens.
+"""Clients of verl's rollout servers that record, for each row, the information that the servers return with its tokens.
 
-A synchronisation of the weights aborts every request; verl's client then resends the prompt and the tokens sampled so
-far. All tokens of an attempt are therefore sampled by one version, which the server reports with the tokens. verl's
-client passes on only the first and the last version.
+Each synchronisation of the weights aborts all requests; verl's client then resends the prompt together with the tokens
+sampled so far. All tokens of one attempt are therefore sampled by the same version, which the server returns with the
+tokens. verl's client keeps only the first and the last version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Note = TypeVar("Note")
 
 
 class RowNotes(WeakValueDictionary[str, Note], Generic[Note]):
-    """Notes of rows, by request id; a note is kept as long as the row's agent loop references the client's result.
+    """Notes of rows, by request id; a note exists as long as the row's agent loop references the client's result.
 
     With verl's ``full_determinism``, different rows have the same request id. An agent loop awaits all turns of its row
     in one asyncio task, so in that case notes are kept per task.
@@ -53,7 +53,7 @@ class Attempt(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request of a row, with all of its attempts; ``output`` is what verl's client returns."""
+    """One request of a row, with all of its attempts; ``output`` is the result of verl's client."""
 
     request_id: str
     shares_ids: bool
@@ -87,14 +87,14 @@ class Attempts(LLMServerClient):
 
 
 class Requests:
-    """Mixin of a client whose attempts all pass through ``Attempts``: calls its noters after each request."""
+    """Mixin for a client whose attempts are recorded by ``Attempts``; calls the client's noters after each request."""
 
     noters: tuple[Noter, ...]
     shares_ids: bool
     """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate in the same way as verl's client, and add the notes of the row so far to the output."""
+        """Generate in the same way as verl's client, and add the row's notes to the output."""
         attempts: list[Attempt] = []
         token = _attempts.set(attempts)
         try:
@@ -111,7 +111,7 @@ class NotingClient(Requests, Attempts):
 
 
 class NotingResumingClient(Requests, FullyAsyncLLMServerClient, Attempts):
-    """verl's client that resumes requests aborted by a synchronisation, with noters."""
+    """verl's client that resumes requests after a synchronisation has aborted them, with noters."""
 
 
 _NOTING: dict[type, type[LLMServerClient]] = {
@@ -123,10 +123,10 @@ _NOTING: dict[type, type[LLMServerClient]] = {
 
 
 def note_rows(client: LLMServerClient, noter: Noter, what: str, off: str, error: type[Exception]) -> LLMServerClient:
-    """Replace a client of verl with one that also calls ``noter``, and has the same state.
+    """Replace a client of verl with a client that has the same state and also calls ``noter``.
 
     Args:
-        what: what is noted, for errors.
+        what: description of the recorded data, for errors.
         off: the override that makes the notes unnecessary.
         error: class of the error if the given client is not one of verl's.
     """
@@ -136,7 +136,7 @@ def note_rows(client: LLMServerClient, noter: Noter, what: str, off: str, error:
             f"own clients. Fix: use verl's client, or set {off}."
         )
     made: Any = object.__new__(kind)
-    # The key is read here rather than in each agent loop's process, where the first access to a configuration is slow.
+    # The key is read here, because the first access to a configuration in each agent loop's process would be slow.
     shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     made.__dict__.update(vars(client), noters=(*getattr(client, "noters", ()), noter), shares_ids=shares_ids)
     return made
@@ -146,7 +146,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class Turns(list[list[Chunk]]):
-    """Chunks of each turn of one row: a list subclass, because plain lists do not support weak references.
+    """Chunks of each turn of one row; a subclass of list, because plain lists do not support weak references.
 
     Attributes:
         seals: the hash of each turn, see ``weight_versions.check_chunks``.
@@ -168,7 +168,7 @@ def _add_versions(request: Request) -> None:
     if any(version is None for version, _ in chunks):
         return
     if (lost := len(request.output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
-        # These tokens come from an attempt that bypassed Attempts; in a run with a limit, they stop the run.
+        # These tokens come from an attempt that bypassed Attempts; if a staleness limit is set, they stop the run.
         chunks.append((UNKNOWN, lost))
     turns = request.find_note(_rows)
     if chunks:

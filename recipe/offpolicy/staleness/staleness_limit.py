@@ -1,4 +1,4 @@
-"""The staleness limit of verl's asynchronous V1 trainers: limits how fast prompts are issued, and proves the ages.
+"""The staleness limit for verl's asynchronous V1 trainers: limits how fast prompts are issued, and checks all ages.
 
 Patched or read in verl 0.9.1, see ``verl_patches.trainer_seams``: ``_resolve_filter_groups_metric(self)``,
 ``_add_prompts_to_generate(self, num_prompts)`` and ``_restored_tq_prompt_count`` (set by ``_load_checkpoint``) of
@@ -35,8 +35,8 @@ from .staleness_settings import ADAPT, ETA, TOO_OLD, EtaController, StalenessSet
 logger = logging.getLogger("verl.offpolicy")
 
 _MASKS = ("response_mask", "loss_mask")
-"""Columns that define the loss's tokens: verl's losses read the first column, and verl's engines count tokens by the
-second."""
+"""Columns that define the loss's tokens: verl's losses read the first column, and verl's engines count the tokens in
+the second."""
 _SEEN = "offpolicy/staleness/max"
 """Age of the oldest row in the loss, as reported by the workers."""
 _MEAN = "offpolicy/staleness/mean"
@@ -70,8 +70,8 @@ class StalenessLimit(AddOn):
     def replay_buffer(self, build: Callable[[], Any]) -> BoundedReplayBuffer:
         settings, trainer = self.settings, self._run.trainer
         logger.info(
-            "%s=%s, too_old=%s: this limit controls how many prompts are issued; sequences are "
-            "trained at an age of at most %d versions.",
+            "%s=%s, too_old=%s: this limit controls how many prompts are issued, so that sequences are at most %d "
+            "versions old when they are trained on.",
             *(ETA, self._eta, settings.too_old, self.age_limit.oldest),
         )
         v1 = self._run.config.trainer.v1
@@ -100,7 +100,10 @@ class StalenessLimit(AddOn):
         limit, step = self.rate_limit, self._step
         trained = (step - 1) * limit.batch
         if (lost := limit.account - trained - self._run.trainer.replay_buffer.count_prompts(step)) > 0:
-            logger.warning("%d prompts were lost without being trained or evicted; new prompts replace them.", lost)
+            logger.warning(
+                "%d prompts were lost before training, although they had not been evicted; new prompts replace them.",
+                lost,
+            )
             limit.left(lost)
             self.tally.lost += lost
         self.tally.room = max(limit.room(step), 0)
@@ -121,7 +124,7 @@ class StalenessLimit(AddOn):
         return send(batch)
 
     def _sample_anew(self, prompts: TensorDict) -> None:
-        """Issue prompts again; the account already counts them."""
+        """Issue prompts again; the account of the rate limit already includes them."""
         tu.assign_non_tensor_data(prompts, "global_steps", self._step)
         self._run.verls._submit_batch_to_rollout(prompts)
 
@@ -140,7 +143,7 @@ class StalenessLimit(AddOn):
         return batch
 
     def _change_eta(self, step: int, eta: Fraction) -> None:
-        """Use this eta, starting with ``step``."""
+        """Set eta from ``step`` onwards."""
         self.rate_limit.eta = eta
         self.age_limit.change(step, eta)
 
@@ -158,7 +161,7 @@ class StalenessLimit(AddOn):
         self.tally.spans.add(map(ages.count_versions, noted))
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
-        """Check that no row in the loss is too old; return all rows, the positions of too-old rows, and kept rows."""
+        """Check that no row in the loss is too old; return all rows, the positions of old rows, and the kept rows."""
         rows = ages.read_tags(batch.keys, batch.tags)
         too_old = ages.find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
@@ -186,7 +189,7 @@ class StalenessLimit(AddOn):
     def _update_without(
         self, run: Callable[[Any], Any], too_old: list[int], rows: list[RowTag], batch: Any
     ) -> tuple[Any, list[RowTag]]:
-        """Make the update without rows that are too old; their rewards are already part of their groups' baselines.
+        """Run the update without rows that are too old; their rewards are already part of their groups' baselines.
 
         Returns:
             The batch with its original masks, and the rows that stay in the loss with an advantage of 0.
@@ -203,7 +206,7 @@ class StalenessLimit(AddOn):
         batch = self._run.take_out(batch, why, masked=of_masked, silenced=of_silenced)
         self._run.seal(batch, {"advantages": silent})
         if self._run.supervision.wants_sampled:
-            # The loss must use mu for these rows only.
+            # The proof must expect only the mu of these rows in the loss.
             self._run.supervision.sampled(read_columns(batch, *SAMPLED))
         batch = run(batch)
         # verl's own metrics cover all rows.
@@ -224,7 +227,7 @@ class StalenessLimit(AddOn):
                 self._resume(step, waiting, read_staleness(self._run.config) or {})
 
     def _resume(self, step: int, waiting: int, saved: Mapping[str, Any]) -> None:
-        """Resume after ``step`` steps with the restored prompts and the checkpoint's state of eta."""
+        """Resume after ``step`` steps, with the restored prompts and the checkpoint's eta."""
         self.rate_limit.restore(step, waiting)
         if self.controller is not None and "adapt" in saved:
             if changed := find_changes(saved["adapt"], asdict(self.controller.settings), ADAPT):
@@ -235,8 +238,9 @@ class StalenessLimit(AddOn):
         self.age_limit.restore(step, before := saved.get("eta"), saved.get("changes", ()))
         if before != self._eta:
             logger.warning(
-                "resuming with %s=%s; the checkpoint was trained with %s. Restored sequences may be older.",
+                "resuming with %s=%s, but the checkpoint was trained with %s. Restored sequences may be older than "
+                "the new value allows.",
                 *(ETA, self._eta, "verl's own keys" if before is None else before),
             )
         if (missing := saved.get("account", 0) - self.rate_limit.account) > 0:
-            logger.warning("%d prompts that waited at the checkpoint were not restored.", missing)
+            logger.warning("%d prompts were waiting when the checkpoint was saved, but were not restored.", missing)

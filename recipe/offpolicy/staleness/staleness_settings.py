@@ -1,9 +1,9 @@
 """The keys under ``offpolicy.staleness``, and the controller that adapts eta to a target ESS.
 
-Raising eta helps only if the trainer waits for rows. A change takes effect after a number of steps that equals the age
-of the rows at that time, so the steps until then are ignored. After a decrease, eta stays the same until the ESS has
-improved by the amount that was missing. Otherwise, eta would be raised again at once, because the trainer still waits
-for rows although eta was too large.
+Raising eta helps only if the trainer waits for rows. A change of eta takes effect after as many steps as the rows are
+old at that time, and these steps are ignored. After a decrease, eta stays the same until the ESS has improved by the
+amount by which it had missed the target. Otherwise, eta would be raised again immediately, because the trainer still
+waits for rows although eta was too large.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdaptSettings:
 
 
 _STATE = ("since", "unsettled", "low", "lacked", "demanded")
-"""Attributes of the controller, without the leading underscore, that a checkpoint stores unchanged."""
+"""Attributes of the controller that a checkpoint stores unchanged, named without their leading underscore."""
 
 
 class EtaController:
@@ -58,7 +58,7 @@ class EtaController:
         eta: initial value.
 
     Attributes:
-        eta: value that applies to the steps after the last observation.
+        eta: value for the steps after the last observation.
     """
 
     def __init__(self, settings: AdaptSettings, eta: Fraction) -> None:
@@ -109,13 +109,13 @@ class EtaController:
         return True
 
     def _move(self, sign: int) -> bool:
-        """Move eta by a step, within floor and ceiling; return True if it has moved."""
+        """Change eta by one step, within floor and ceiling; return True if eta has changed."""
         before, low, high = (Fraction(str(value)) for value in (self.eta, self.settings.floor, self.settings.ceiling))
         self.eta = min(max(before + sign * Fraction(str(self.settings.step)), low), high)
         if self.eta == before:
             return False
         self._low = 0
-        # Until then, rows issued before the change are trained on.
+        # Until then, training uses rows that were issued before the change.
         self._unsettled = math.ceil(max(before, self.eta))
         return True
 
@@ -150,9 +150,9 @@ class StalenessSettings:
 
     Attributes:
         eta: number of batches by which sampling may run ahead of training; the initial value if ``adapt`` is set.
-        too_old: what to do with prompts whose rows would become older than eta allows.
+        too_old: handling of prompts whose rows would become older than eta allows.
         refresh_limit: largest number of times that a prompt is sampled again.
-        adapt: how eta adapts; None if eta is fixed.
+        adapt: settings of the controller that adapts eta; None if eta is fixed.
     """
 
     eta: Annotated[float, number("a number of batches, 0 or more, or null for verl's own keys", 0, null=True)]
@@ -178,7 +178,7 @@ class StalenessSettings:
 
     @property
     def oldest_age(self) -> int:
-        """The largest age, in versions, at which a row is trained on."""
+        """The largest age, in versions, at which a row is used for training."""
         return math.ceil(self.eta if self.adapt is None else self.adapt.ceiling)
 
     @property
@@ -195,14 +195,14 @@ KEYS = Section(
         Rule(
             "too_old",
             lambda v: v["eta"] == 0 and v["too_old"] in ("drop", "refresh") and v["adapt.ess"] is None,
-            "the trainer waits for every prompt of a step, so none becomes too old.",
+            "the trainer waits for all prompts of a step, so no prompt becomes too old.",
             lambda v: "wait",
             "eta",
         ),
         Rule(
             "eta",
             lambda v: v["adapt.ess"] is not None and v["eta"] is None,
-            f"{TARGET} moves eta from an initial value, but null leaves staleness to verl's own keys.",
+            f"{TARGET} adapts eta from an initial value, but null leaves staleness to verl's own keys.",
             lambda v: v["adapt.floor"],
             "adapt.ess",
         ),
@@ -227,7 +227,7 @@ KEYS = Section(
         Rule(
             "too_old",
             lambda v: v["adapt.ess"] is not None and v["too_old"] == "drop",
-            "verl's drop uses one threshold for all prompts, but eta moves.",
+            "verl's drop uses one threshold for all prompts, but eta changes during the run.",
             lambda v: "wait",
             "adapt.ess",
         ),

@@ -1,4 +1,4 @@
-"""Snapshots of the weights after recent updates, with which a V1 run identifies the weights that sampled its rows.
+"""Snapshots of the weights after recent updates, which allow a V1 run to identify the weights that sampled its rows.
 
 Functions called in verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
 ``DetachActorWorker``, which verl's own separate_async mode also uses.
@@ -70,7 +70,9 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 _REQUIREMENTS = (
     Requirement(
-        f"{_V1}.trainer_mode", ("sync",), "several versions sample the rows of a step, and are recorded per token."
+        f"{_V1}.trainer_mode",
+        ("sync",),
+        "in this mode, several versions sample the rows of a step, and the versions are recorded per token.",
     ),
     Requirement(f"{_FSDP}.router_replay.mode", ("disabled",), "rows are scored again with the trainer's own routes."),
     Requirement("actor_rollout_ref.rollout.temperature", (1.0,), "rows are scored again at temperature 1."),
@@ -97,7 +99,7 @@ distance."""
 
 
 def find_lag(apart: Sequence[float]) -> int | None:
-    """Find the number of updates by which the engine's weights lag; None if it cannot be identified.
+    """Find the number of updates by which the engine's weights lag behind; None if the lag cannot be identified.
 
     Args:
         apart: mean |log mu - log pi| over a few tokens, under the current weights, the weights before them, and so on.
@@ -118,7 +120,7 @@ class WeightSnapshots(AddOn):
 
     def __init__(self, run: Any, settings: SnapshotSettings) -> None:
         self._run, self._settings = run, settings
-        self._kept: deque[str] = deque()  # names of the kept weights, the current ones last
+        self._kept: deque[str] = deque()  # names of the stored weights, the current weights last
         self._told: list[int] = []  # lags that were logged
 
     def actor_class(self, worker: type) -> type:
@@ -135,8 +137,8 @@ class WeightSnapshots(AddOn):
     def _find_lag(self, view: BatchView) -> dict[str, float]:
         """Score a few rows with the weights of each kept update, and return metrics.
 
-        An update's weights are stored under its step's name, which does not clash with the names in verl's
-        separate_async mode.
+        The weights after an update are stored under a name derived from the step, which differs from all names in
+        verl's separate_async mode.
         """
         workers, kept = self._run.workers, self._kept
         kept.append(f"offpolicy-{self._run.global_steps}")
@@ -164,9 +166,9 @@ class WeightSnapshots(AddOn):
         if lag and lag not in self._told:
             self._told.append(lag)
             logger.warning(
-                "the rollout engine's weights lag by %d update%s: mu of %d sequences is %.2g nats per token from "
-                "those weights, and %.2g from the current ones. verl's versions hide the lag because they count sent "
-                "weights.",
+                "the rollout engine's weights lag by %d update%s: the mean |log mu - log pi| of %d sequences is %.2g "
+                "nats per token under those weights, and %.2g under the current weights. verl's versions do not show "
+                "the lag, because they count how often weights were sent.",
                 *(lag, "" if lag == 1 else "s", len(rows), apart[lag], apart[0]),
             )
         known = math.nan if lag is None else float(lag)

@@ -121,7 +121,7 @@ def test_routes_that_do_not_fit_are_refused() -> None:
     short = nested([draw_routes(tokens=length) for length in (3, 3, 3)])
     with pytest.raises(ReplayError, match=r"cover \[3, 3, 3\] tokens per sequence, but the sequences have \[3, 2, 4\]"):
         read_routes(changed(**{ROUTES: short}), where, "R3", STEP, None)
-    with pytest.raises(ReplayError, match=r"offpolicy.replay.oldest=1 .* lacks the version"):
+    with pytest.raises(ReplayError, match=r"offpolicy.replay.oldest=1 .* sampled one sequence is missing"):
         read_routes(batch(versions=(6, None, 6)), where, "R3", STEP, 1)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def test_routes_that_a_worker_recorded_come_with_a_hash_of_each_row() -> None:
     data["offpolicy_seal_routed_experts"] = sealed
     assert check_checksums(data, layout(data, PACKED)) == len(rows)
     data[ROUTES] = nested([row.flip(0) for row in rows])
-    with pytest.raises(ReplayError, match="their routes are not those with which they were sampled"):
+    with pytest.raises(ReplayError, match="these routes are not those with which the sequences were sampled"):
         check_checksums(data, layout(data, PACKED))
 
 
@@ -143,7 +143,7 @@ def test_checksums_show_routes_of_another_row() -> None:
     assert check_checksums(data, where) == 3
     rows = list(data[ROUTES].unbind())
     rows[2] = rows[2].roll(1, 0)
-    with pytest.raises(ReplayError, match=r"1 of 3 sequences differ, so their routes .* position 2"):
+    with pytest.raises(ReplayError, match=r"1 of 3 sequences differ, so these routes .* position 2"):
         check_checksums(changed(**{ROUTES: nested(rows)}), where)
 
 

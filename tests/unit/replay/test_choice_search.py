@@ -79,12 +79,12 @@ def test_a_model_with_another_kind_of_choice_is_refused_by_name() -> None:
     ("model", "reason"),
     [
         (Tiny(Gate(), Gate(2)), r"Tiny: layer 1 makes 2 choices .*\['layers.1.gate', 'layers.1.gate'\]"),
-        (Tiny(Gate(), name="stages"), "module stages.0.gate chooses experts but is in no `layers.<n>.`"),
+        (Tiny(Gate(), name="stages"), "module stages.0.gate chooses experts, but its path contains no `layers.<n>.`"),
         (Tiny(Gate(0), balanced=True), r"module \(the model itself\) chooses experts"),
-        (Tiny(Gate(), num_experts=None), "config has none of num_experts, num_local_experts"),
+        (Tiny(Gate(), num_experts=None), "config contains none of the keys num_experts, num_local_experts"),
         (Tiny(Gate(), Gate(), num_hidden_layers=1), "layer 1 chooses experts, but the model has num_hidden_layers=1"),
-        (Tiny(Gate(), MaskedGate(0.0, True)), "weights experts by masked scores"),
-        (Tiny(MaskedGate(float("-inf"), True)), "weights experts by masked scores"),
+        (Tiny(Gate(), MaskedGate(0.0, True)), "weights experts by scores that it masks"),
+        (Tiny(MaskedGate(float("-inf"), True)), "weights experts by scores that it masks"),
     ],
 )
 def test_models_made_otherwise_are_refused_by_name(model: Tiny, reason: str) -> None:

@@ -46,7 +46,7 @@ def test_a_router_without_its_choice_is_refused() -> None:
 def test_routes_of_another_number_of_tokens_are_refused() -> None:
     slot = new_slot()
     slot.arm(torch.tensor([[3, 0]]))
-    with pytest.raises(ReplayError, match="layer 5 routes 3 tokens, but was armed with routes of 1 tokens"):
+    with pytest.raises(ReplayError, match="layer 5 routes 3 tokens, but routes of 1 tokens were given"):
         run(slot)
 
 
@@ -92,7 +92,7 @@ def with_ids(row: int, layer: int, ids: list[int]) -> Tensor:
     ("given", "reason"),
     [
         (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
-        (routes()[:, 1:], r"shape \(3, 3, 2\).*dense layers count too"),
+        (routes()[:, 1:], r"shape \(3, 3, 2\).*layers include dense layers"),
         (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
     ],
 )

@@ -51,10 +51,10 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
     from recipe.offpolicy.replay.megatron_engine import count_replayed
 
     with pytest.raises(
-        ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes of 3 tokens.*use_remove_padding=true"
+        ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes for 3 tokens.*use_remove_padding=true"
     ):
         count_replayed(5, torch.zeros(4, 4, dtype=torch.bool), TARGET)
-    with pytest.raises(ReplayError, match="layer 5 has routes of 3 tokens, but routes of 2 were shipped"):
+    with pytest.raises(ReplayError, match="layer 5 has routes for 3 tokens, but routes for 2 tokens were shipped"):
         count_replayed(5, send([0], [1], [2]), TARGET, shipped=TARGET[:2])
 
 
@@ -104,7 +104,7 @@ def test_the_sentence_says_what_was_compared() -> None:
     other = MegatronReport(layers=(3, 1), tokens=0, forwarded=8, placed=True)
     assert judge_megatron([REPORT, other], "R3") == (
         "routing replay R3 LIVE on Megatron, in layers [1, 3] of the last stage: 75.0% of tokens sent to the experts "
-        "that verl's RouterReplay names, which equal the shipped routes."
+        "listed in verl's RouterReplay, which equal the shipped routes."
     )
     split = MegatronReport(layers=(1,), tokens=4, forwarded=4, placed=False)
     assert judge_megatron([REPORT, split], "R2").endswith(

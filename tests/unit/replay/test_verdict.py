@@ -52,7 +52,7 @@ def test_metrics_by_hand() -> None:
         nan_ok=True,
     )
     assert judge(reports(), "R3", tokens=40) == (
-        "routing replay R3 LIVE in 2 layers: 80.0% of tokens replayed with the shipped ids, 75.0% of "
+        "routing replay R3 LIVE in 2 layers: 80.0% of tokens replayed with the recorded ids, 75.0% of "
         "choices are the trainer's own, routes of 4 rows as sampled, KL(mu, pi) by k3 1.0e-05 with them and 1.0e-03 "
         "without."
     )

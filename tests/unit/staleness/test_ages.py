@@ -57,7 +57,9 @@ def test_a_row_has_the_limit_of_the_step_in_which_its_prompt_was_issued() -> Non
     row = RowTag("u_0_0", version=6, newest=6, issued=7, length=3, is_padding=False)
     older = RowTag("v_0_0", version=5, newest=5, issued=6, length=3, is_padding=False)
     assert find_too_old([row, older], 7, limit) == []
-    with pytest.raises(StalenessError, match=r"sequence u_0_0 .*eta=0, in force .* step 7, allows 0\. 1 of 2"):
+    with pytest.raises(
+        StalenessError, match=r"sequence u_0_0 .*eta=0, which applied .* step 7, allows at most 0\. 1 of 2"
+    ):
         check_ages([row, older], 8, limit)
     again = AgeLimit(Fraction(1))
     again.restore(8, "0", limit.state())
@@ -70,7 +72,7 @@ def test_tags_are_read_and_one_without_a_version_is_refused() -> None:
         RowTag("a_0_0", 2, 4, 3, 7, is_padding=False),
         RowTag("b_0_0", 2, 2, 3, 7, is_padding=True),
     ]
-    with pytest.raises(StalenessError, match=r"sequence c_0_0 does not name"):
+    with pytest.raises(StalenessError, match=r"sequence c_0_0 does not contain"):
         read_tags(["c_0_0"], [{"response_len": 7}])
 
 

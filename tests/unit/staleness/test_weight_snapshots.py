@@ -79,7 +79,7 @@ def test_the_lag_grows_to_what_it_is_and_is_told_each_time_it_grows(caplog: pyte
     with caplog.at_level(logging.WARNING, "verl.offpolicy"):
         assert lags(3, 8) == [0, 1, 2, 3, 3, 3]
     assert [record.args[0] for record in caplog.records] == [1, 2, 3]  # type: ignore[index]
-    assert "lag by 3 updates: mu of 3 sequences is 0 nats" in caplog.records[-1].message
+    assert "lag by 3 updates: the mean |log mu - log pi| of 3 sequences is 0 nats" in caplog.records[-1].message
 
 
 def test_a_lag_beyond_the_snapshots_is_not_told() -> None:
