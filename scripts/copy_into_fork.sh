@@ -2,19 +2,19 @@
 # Copies the recipe, its patches and its configuration into a verl checkout, and tests them there.
 #
 #   bash scripts/copy_into_fork.sh PATH              copy, or update an earlier copy; then run a smoke test
-#   bash scripts/copy_into_fork.sh PATH --dry-run    print what would be done, and do nothing
-#   bash scripts/copy_into_fork.sh PATH --undo       remove what was copied
+#   bash scripts/copy_into_fork.sh PATH --dry-run    print the actions without running them
+#   bash scripts/copy_into_fork.sh PATH --undo       remove the copy
 #
-# A copy is a commit on top of what is checked out at PATH, and so is its removal; nothing else is committed.
+# The copy is one commit on top of the commit that is checked out at PATH, and its removal is another.
 #
 #   --no-smoke   copy only
-#   --force      replace copied files with committed edits, which git's history keeps; files that were never copied
-#                are never overwritten
-#   VENV=path    the environment that runs the fork, for the smoke test; by default the `python` in PATH
-#   OFFPOLICY_ALLOW_UNTESTED_VERL=1   try a release of verl that the recipe was not tested with
+#   --force      replace copied files that have committed edits, which git's history keeps; your own files are
+#                never overwritten
+#   VENV=path    environment in which the smoke test runs the fork; by default that of `python` on PATH
+#   OFFPOLICY_ALLOW_UNTESTED_VERL=1   allow a release of verl with which the recipe was not tested
 #
-# Exit codes: 0 done, 1 the smoke test failed (the copy stays), 2 refused, and nothing was written, 3 stopped (git
-# status shows whether the commit was made; the same command finishes it, --undo reverts it).
+# Exit codes: 0 done; 1 the smoke test failed (the copy stays); 2 rejected, and nothing was written; 3 interrupted (git
+# status shows whether the commit was made; run the same command again to finish it, or --undo to revert it).
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

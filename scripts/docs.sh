@@ -2,12 +2,12 @@
 # Builds the documentation site from docs/ into outputs/site.
 #
 #   bash scripts/docs.sh          # build, and fail on a broken link or anchor; open outputs/site/index.html
-#   bash scripts/docs.sh serve    # the same at http://127.0.0.1:8000, with search; rebuilds on a change
+#   bash scripts/docs.sh serve    # serve it at http://127.0.0.1:8000, with search; rebuild when a page changes
 #
 # Other arguments are passed to mkdocs.
 #
 #   DOCS_VENV=path   an environment with mkdocs-material; by default outputs/docs_venv, made on the first call
-#   PYTHON=path      the Python that makes it; default python3
+#   PYTHON=path      the Python that creates this environment; default python3
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Checks this project on a machine with one or more GPUs, in your own verl environment: it takes about ten minutes, and
-# writes one page and a file to send.
+# Checks this project on a machine with one or more GPUs, in your own verl environment. The checks take about ten
+# minutes; the script writes a page and a file to send.
 #
 #   bash scripts/gpu.sh [--dry-run] [--only PART ...] [--out FILE]
 #
-#   --dry-run    the same on a CPU, with smaller sizes: its file has no figures of a GPU
+#   --dry-run    run the same checks on a CPU, with smaller sizes
 #   --only PART  parts to run: environment, parity, ranks, training, loss, step
-#   --out FILE   the file, .json; the page goes next to it as .txt (default outputs/gpu/TIME.json)
+#   --out FILE   the .json file; the page is written next to it as .txt (default outputs/gpu/TIME.json)
 #   VENV=path    environment to use (default: the python3 on PATH, as in an activated environment or a container)
 #
-# It installs nothing. A part that fails is reported with its error, and the others run.
+# The script installs nothing. If a part fails, its error is reported, and the other parts still run.
 # Exit status: 0 all parts passed or were skipped, 1 a part failed, 2 nothing could start, 128 + n ended by signal n.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above

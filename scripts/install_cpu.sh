@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes a virtual environment for the CPU path: scripts/install_cpu.sh [VENV_DIR] [--release RELEASE]
+# Creates a virtual environment for CPUs: scripts/install_cpu.sh [VENV_DIR] [--release RELEASE]
 #
 #   VENV_DIR          default .venv for the newest release of verl, .venv-RELEASE for another
 #   --release R       release of verl, one of requirements/verl-R.txt; by default the newest. vllm-V, one of
 #                     requirements/vllm-V.txt: the newest release with this vLLM
 #
-# Installs requirements/cpu.txt, what the release and vLLM add to it, and this project (editable). A second call
-# returns at once, and a call after an interruption resumes. Every pip call uses --no-deps, so that nothing
+# Installs requirements/cpu.txt, the requirements of the release and of vLLM, and this project (editable). A second
+# call returns immediately, and a call after an interruption resumes. Every pip call uses --no-deps, so that nothing
 # can replace the CPU build of torch with a CUDA build.
 #
 #   PYTHON=path       the Python 3.11 or 3.12 to use; by default the first one found
-#   TORCH_INDEX=url   an extra package index that serves CPU builds of torch, where pip's own has none
+#   TORCH_INDEX=url   an extra package index with CPU builds of torch, if pip's default index has none
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

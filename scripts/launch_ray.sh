@@ -5,16 +5,16 @@
 #   RAY_ADDRESS=http://head:8265 bash scripts/launch_ray.sh NNODES=4 MODEL_PATH=/models/Qwen3-8B \
 #       recipe/offpolicy/run_dense_fsdp.sh 'correction=[tis_token,gsm]'
 #
-# A COMMAND that ends in .sh is run by bash. NAME=value before it is set in the command and in all of its workers,
-# and so are VERL_PLATFORM, VERL_USE_EXTERNAL_MODULES and OFFPOLICY_* if they are set here. Arguments arrive unchanged,
-# whatever characters they contain. With verl 0.7.1's legacy actors and other modules in VERL_USE_EXTERNAL_MODULES, name
-# verl_patches.legacy there too.
+# A COMMAND that ends in .sh is run by bash. The command and all of its workers receive the variables NAME=value and, if
+# they are set, VERL_PLATFORM, VERL_USE_EXTERNAL_MODULES and OFFPOLICY_*. Arguments are passed unchanged, whatever
+# characters they contain. With verl 0.7.1's legacy actors, if you set VERL_USE_EXTERNAL_MODULES yourself, add
+# verl_patches.legacy to it.
 #
 #   RAY_ADDRESS    the dashboard of the cluster (default http://127.0.0.1:8265); if it requires a token, Ray reads
 #                  RAY_AUTH_MODE=token and RAY_AUTH_TOKEN
-#   WORKING_DIR    folder that is sent to all nodes and is the command's working directory (default: this checkout),
+#   WORKING_DIR    folder that is sent to all nodes and used as the working directory (default: this checkout),
 #                  a URI that Ray accepts, or none if the nodes have everything installed
-#   EXCLUDES       files that are not sent, besides version control, environments and outputs: patterns as in
+#   EXCLUDES       further files that are not sent (version control, environments and outputs never are): patterns as in
 #                  .gitignore, separated by commas
 #   RUNTIME_ENV    further fields of Ray's runtime environment: a JSON or YAML file, or JSON itself
 #   SUBMISSION_ID  name of the job (default: Ray's choice)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint of the whole checkout, in seconds: scripts/lint.sh
+# Lints the whole checkout in seconds: scripts/lint.sh
 #
 #   ruff check               the rules in pyproject.toml
 #   ruff format --check      formatting

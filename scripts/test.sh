@@ -2,16 +2,16 @@
 # Lint, types and tests in the environment of each release of verl, with one summary:
 # scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
-#   (default)      lint, types, every test of the newest release, and, for the oldest release, whose workers are of
-#                  another kind, the tests that the newest does not run; without tests marked `extended`
-#   --release R    every test of one release, or of `all`, on all examples that hypothesis draws instead of a quarter
-#                  of them; lint and types run with the newest one. `all` runs in parts, each folder and each file
-#                  of whole programs by itself; parts that passed at this commit are not repeated. vllm-V, one of
-#                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and verl's programs.
-#                  `all` leaves it out if no package index serves its torch
-#   --quick        lint, and the unit tests of the newest release that are not marked slow, without those of the tools
-#                  (analysis, commands, doctor, scripts) and without those that import vLLM (centering, support), with
-#                  at most three cases of each test; no types
+#   (default)      lint, types, all tests of the newest release, and those tests of the oldest release that the newest
+#                  does not run (its workers differ); without tests marked `extended`
+#   --release R    all tests of one release, or of `all` releases, with all hypothesis examples instead of a quarter.
+#                  Lint and types run with the newest release. `all` runs each folder, and each file of full programs,
+#                  as a separate part, and does not repeat parts that passed at this commit. vllm-V, one of
+#                  requirements/vllm-V.txt, tests contracts and verl's programs with the newest release and this vLLM;
+#                  `all` omits it if no package index has its torch
+#   --quick        lint, and at most three cases of each unit test of the newest release; no types, no slow tests, no
+#                  tests of the tools (analysis, commands, doctor, scripts), and none that import vLLM (centering,
+#                  support)
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, which are made or updated first
 #   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all`, limit for each part (3600)
@@ -58,7 +58,7 @@ while (($#)); do
     shift
 done
 
-# --- what to run: the releases in turn, the newest last
+# --- what to run: one release after the other, the newest last
 if [[ $asked == all ]]; then
     plan=("${engines[@]}" "${releases[@]}")
 elif [[ -n $asked ]]; then
@@ -157,7 +157,7 @@ tests_of() {
         suites=(tests/unit)
         printf '%s\n' --ignore=tests/unit/{analysis,centering,commands,doctor,scripts,support}
     elif [[ $1 == "$newest" ]]; then
-        # The longest come first, so that processes share the rest evenly.
+        # The longest tests come first, so that the remaining tests are spread evenly over the processes.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu tests/conformance)
     elif [[ $1 == vllm-* ]]; then
         suites=(tests/contract tests/integration/test_programs.py)
@@ -205,7 +205,7 @@ others() {
     local words status=0
     mapfile -t words < <(tests_of "$@")
     use "$1"
-    # One thread each, because threads of several processes would wait for each other, busily.
+    # Each process uses one thread, because the threads of several processes would slow each other down.
     OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}" ||
         status=$?
     # A part may contain only whole programs, or only tests of another release.
@@ -213,8 +213,8 @@ others() {
     return "$status"
 }
 
-# pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a
-# minute later. What bash runs in the background would ignore the interrupt.
+# Runs pytest until the deadline. It is then interrupted, so that it can report and clean up, and killed a minute later.
+# The signal is reset, because processes that bash runs in the background ignore an interrupt.
 bounded() {
     local left=$((deadline - SECONDS))
     [[ $asked != all ]] || left=$limit
@@ -299,9 +299,9 @@ elif $quick; then
     stages+=("tests-$first")
     stage "tests-$first" others "$first"
 else
-    # Programs run one after the other and leave half of the machine idle, because they wait for each other's
-    # processes, so everything else runs next to them and is shown after them. It gives way to programs, whose Ray
-    # workers would otherwise give way as much (they run at niceness 15).
+    # Full programs run one after the other. Their processes wait for each other, so half of the machine is idle, and
+    # all other tests run at the same time. The other tests are shown afterwards, and have a lower priority than the
+    # programs' Ray workers (which run at niceness 15).
     export RAY_worker_niceness=0
     run_parts() { # those of a release with this function, as long as this script runs
         local parts part name function path
@@ -338,7 +338,7 @@ for name in "${stages[@]}"; do
     cat "$logs/$name.verdict"
     grep -q FAILED "$logs/$name.verdict" && failed=1
 done
-# pytest's own closing lines come last, for people and programs that look for them there.
+# pytest's own summary lines come last, where people and programs expect them.
 for name in "${stages[@]}"; do
     [[ ($name == tests-* || $name == programs-*) && -f $logs/$name ]] || continue
     grep -E '^=+ .*(passed|failed|error|no tests ran|skipped|deselected).* =+$' "$logs/$name" ||

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Asynchronous GRPO with off-policy corrections: verl's separate_async, whose rollouts have GPUs of their own and go on
-# sampling while the trainer (FSDP2) makes SYNC_STEPS updates. verl 0.9.1; with earlier releases it is not covered.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
-# what they make.
+# Asynchronous GRPO with off-policy corrections, in verl's mode separate_async: rollouts run on separate GPUs, and
+# continue while the trainer (FSDP2) makes SYNC_STEPS updates. Requires verl 0.9.1.
+# Arguments are Hydra overrides. With --check among them, the script runs the start-up checks and exits; with --cfg job
+# at the end, it prints the composed config.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
@@ -11,8 +11,8 @@
 #   ROLLOUT_NNODES, ROLLOUT_GPUS_PER_NODE   of the rollouts (default 1 and 8)
 #   ROLLOUT_TP      GPUs that share one rollout engine (default 2)
 #   SYNC_STEPS      updates between two synchronisations of the weights (default 4)
-#   MAX_STALENESS   versions of the weights that a row may span; older rows are dropped (default 8)
-#   TRANSPORT       verl's checkpoint engine that carries the weights: nccl, nixl ... (default nccl)
+#   MAX_STALENESS   maximum age of a sequence, in weight versions; older sequences are dropped (default 8)
+#   TRANSPORT       verl's checkpoint engine that sends the weights: nccl, nixl ... (default nccl)
 #   CORRECTION      options, separated by commas (default opsm, with correction.masks.opsm.delta=0.1)
 #
 # On a Ray cluster, from the project: bash scripts/launch_ray.sh ROLLOUT_NNODES=2 recipe/offpolicy/run_async.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What run_dense_fsdp.sh, run_moe_megatron.sh and run_async.sh have in common. They source it; it launches nothing.
+# Common part of run_dense_fsdp.sh, run_moe_megatron.sh and run_async.sh, which source this file. It launches nothing.
 #
 #   takes   MODEL_PATH, NNODES, ROLLOUT_TP and CORRECTION, whose defaults differ; TRAIN_BATCH, in prompts; SEQUENCES of
 #           full length in a packed micro-batch; GPU_MEMORY, the rollout's share; NAME of the experiment
@@ -21,7 +21,7 @@ MINI_BATCH=64
 
 # A checkout or a fork that is not installed is found from anywhere.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# Releases differ in some keys: the installed verl's own configuration tells.
+# Some keys differ between releases, so they are read from the installed verl's own configuration.
 verl=$(python3 - <<'PY'
 import importlib.util
 import sys
@@ -76,7 +76,7 @@ COMMON=(
     trainer.test_freq=10
     trainer.val_before_train=false
 )
-# Options of a group are chosen once: those among the arguments take the place of these.
+# Hydra accepts one choice per group, so a choice among the arguments replaces the one of this file.
 if [[ " $* " != *" correction="* ]]; then
     CORRECTION=${CORRECTION#[}  # with brackets or without
     COMMON+=("correction=[${CORRECTION%]}]")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of a dense model with off-policy corrections: FSDP2 trainer, vLLM rollouts on the same GPUs, any supported verl.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
-# what they make.
+# Arguments are Hydra overrides. With --check among them, the script runs the start-up checks and exits; with --cfg job
+# at the end, it prints the composed config.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
@@ -26,7 +26,7 @@ SEQUENCES=2
 GPU_MEMORY=0.6
 source "$root/recipe/offpolicy/run_common.sh"
 
-# The engine of 0.7 reads fsdp_config.strategy, instead of actor.strategy.
+# The engine of verl 0.7 reads fsdp_config.strategy instead of actor.strategy.
 exec python3 -m recipe.offpolicy.main_offpolicy "${COMMON[@]}" \
     actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.strategy=fsdp2 \

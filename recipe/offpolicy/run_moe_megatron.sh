@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO of a mixture of experts with off-policy corrections: Megatron trainer with tensor, pipeline and expert
-# parallelism, vLLM rollouts on the same GPUs whose routes the trainer replays (R3), any supported verl.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
-# what they make.
+# parallelism, and vLLM rollouts on the same GPUs. The trainer replays their expert routes (R3). Any supported verl.
+# Arguments are Hydra overrides. With --check among them, the script runs the start-up checks and exits; with --cfg job
+# at the end, it prints the composed config.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-30B-A3B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
@@ -11,7 +11,7 @@
 #   TP, PP, CP, EP, ETP    parallel sizes of the trainer: tensor, pipeline, context, expert and, within an expert,
 #                   tensor (default 4, 2, 1, 8, 1)
 #   ROLLOUT_TP      GPUs that share one rollout engine (default 4)
-#   ROUTER_REPLAY   R3: the rollout's routes; R2: those of the trainer's first pass; disabled (default R3)
+#   ROUTER_REPLAY   R3: replays the rollout's routes; R2: those of the trainer's first pass; disabled (default R3)
 #   CORRECTION      options, separated by commas (default tis_token,gsm)
 #
 # On a Ray cluster, from the project: bash scripts/launch_ray.sh NNODES=4 recipe/offpolicy/run_moe_megatron.sh
@@ -46,13 +46,13 @@ MEGATRON=(
     actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full
     actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform
     actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1
-    # Close calls between experts go the rollout's way more often.
+    # With a more precise router, the trainer and the rollout engine agree on more of the close choices.
     +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32
 )
 if grep -q '^grad_offload:' "$verl/trainer/config/engine/megatron.yaml"; then
     MEGATRON+=(actor_rollout_ref.actor.megatron.grad_offload=true)
 fi
-# The legacy actor reads the mode from one place, engines from another.
+# The legacy actor and the engines read the mode from different keys.
 if [[ -f $verl/workers/actor/megatron_actor.py && " $* " != *" trainer.use_legacy_worker_impl=disable "* ]]; then
     MEGATRON+=(actor_rollout_ref.actor.router_replay.mode="$ROUTER_REPLAY")
 else

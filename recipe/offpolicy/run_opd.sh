@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO of a dense model with on-policy distillation: run_dense_fsdp.sh, and a teacher that is asked about failed rollouts
-# of prompts that the policy rarely solves. Arguments are Hydra overrides; variables those of run_dense_fsdp.sh, and
+# GRPO of a dense model with on-policy distillation: run_dense_fsdp.sh with a teacher, which scores failed rollouts of
+# prompts that the policy rarely solves. Arguments are Hydra overrides. Variables are those of run_dense_fsdp.sh, and:
 #
-#   TEACHER_URL     where the teacher serves: bash scripts/teacher.sh MODEL --host 0.0.0.0 on a machine of its own
+#   TEACHER_URL     address of the teacher, started with bash scripts/teacher.sh MODEL --host 0.0.0.0 on another machine
 #   OPD             advantage (default) or loss, docs/opd.md
 #
 # TEACHER_URL=http://host:8100 bash recipe/offpolicy/run_opd.sh opd.eligible.max_pass_rate=0.125

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with truncated importance sampling per token and a geometric sequence mask. Run it from verl's root.
-# MODEL_PATH, TRAIN_FILE and VAL_FILE name model and data; further arguments are Hydra overrides.
+# Set MODEL_PATH, TRAIN_FILE and VAL_FILE; arguments are Hydra overrides.
 set -euo pipefail
 
 CORRECTION=${CORRECTION:-'[tis_token,gsm]'}
