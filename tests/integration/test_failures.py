@@ -75,7 +75,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
 
     # The run goes on at step 2, and at step 3 an agent loop is killed, for which no one waits.
     resumed = broken(run_program, "kill_agent_loop:3", *whole_batch, *saving, "trainer.resume_mode=auto")
-    assert "the checkpoint of step 2 is incomplete; resuming step 1" in resumed.log
+    assert "the checkpoint of step 2 is incomplete; resuming from step 1" in resumed.log
     assert "resuming global_step_1 with the correction that it was trained with" in resumed.log
     assert [step["training/global_step"] for step in resumed.steps] == [2]
     assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", resumed.log)

@@ -1,1 +1,1 @@
-"""Proof, by checksums of every parameter and by a fixed probe, that the rollout engine has the trainer's weights."""
+"""Proves, by checksums of all parameters and by a fixed probe, that the rollout engine has the trainer's weights."""

@@ -1,8 +1,8 @@
-"""Checksums of weights, which can be added over shards, ranks and fused parameters; the keys ``offpolicy.delivery``.
+"""Weight checksums that can be added over shards, ranks and fused parameters; the keys of ``offpolicy.delivery``.
 
 This module reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy
-worker. If the tensors sent are not the parameters (FSDP1, other engines, merged LoRA), this module patches the engine's
-``get_per_tensor_param`` or ``rollout.update_weights``.
+worker. If the worker does not send its parameters themselves (FSDP1, other engines, merged LoRA), this module patches
+the engine's ``get_per_tensor_param`` or ``rollout.update_weights``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..batch.declared_keys import Section, count, read_shipped_defaults
 
 SECTION = "offpolicy.delivery"
 LEAST_SEEN = 0.5
-"""Updates count as rounded away if less than this share of them survives rounding to the engine's dtype."""
+"""Updates count as lost to rounding if less than this share of them survives rounding to the engine's dtype."""
 FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 
@@ -55,7 +55,7 @@ find_problems = KEYS.find_problems
 
 
 CHUNK = 1 << 22
-"""Number of elements to convert to a wider type per block."""
+"""Number of elements that are converted to a wider dtype at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = re.compile(
     r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer|modules_to_save|default)(?=\.|$)"
@@ -77,7 +77,7 @@ class Checksum(NamedTuple):
 
 
 def add_checksums(parts: Iterable[Checksum]) -> Checksum:
-    """Add the checksums of disjoint parts of a tensor, or of several tensors."""
+    """Add up the checksums of disjoint parts of a tensor, or of several tensors."""
     size, *sums = (sum(column) for column in zip(Checksum(0, 0, 0), *parts, strict=True))
     total, squares = ((value + (1 << 63)) % (1 << 64) - (1 << 63) for value in sums)  # as int64 wraps
     return Checksum(size, total, squares)
@@ -87,7 +87,7 @@ def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | Non
     """Sum the bit patterns of ``tensor`` after rounding it to ``dtype``; chunks are copied to ``device`` first.
 
     Returns:
-        (2,) int64 on that device (default: the tensor's own): sum of the patterns and of their squares, modulo 2^64.
+        (2,) int64 on ``device`` (default: the tensor's device): sums of the patterns and of their squares, modulo 2^64.
     """
     flat = tensor.detach().reshape(-1)
     sums = torch.zeros(2, dtype=torch.int64, device=device or flat.device)
@@ -103,7 +103,7 @@ def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | Non
 def compute_checksums(
     tensors: Iterable[tuple[str, Tensor, torch.dtype | None]], device: str | None = None
 ) -> dict[str, Checksum]:
-    """Compute the checksum of each named tensor, rounded to the dtype given for it; see ``sum_bits``."""
+    """Compute the checksum of each named tensor after rounding it to the given dtype; see ``sum_bits``."""
     found = [(name, tensor.numel(), sum_bits(tensor, dtype, device)) for name, tensor, dtype in tensors]
     if not found:
         return {}
@@ -123,7 +123,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """A group of parameters on one rank of an engine that share source tensors.
+    """A group of parameters on one rank of an engine that were loaded from the same tensors.
 
     Attributes:
         sources: names of the tensors that were loaded into these parameters, sorted.
@@ -167,11 +167,11 @@ class HeldComparer:
     ) -> Comparison:
         """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
 
-        Ranks hold either shards, whose checksums add up, or identical copies. A group in the engine's own layout is
-        judged only once it has been equal. Until then, the only check is whether the group changes when the trainer's
-        tensors change. A layout counts as the engine's own if the number of elements fits neither shards nor copies
-        (padding, or heads replicated on several ranks), or if the engine ``received`` the trainer's values and stores
-        something else.
+        Ranks have either shards, whose checksums add up, or identical copies. A group in an engine-specific layout is
+        judged only after it has been equal once. Until then, the only check is that the group changes when the
+        trainer's tensors change. A layout counts as engine-specific if the number of elements fits neither shards nor
+        copies (padding, or heads replicated on several ranks), or if the engine ``received`` the trainer's values but
+        stores other values.
         """
         by_sources: dict[tuple[str, ...], list[Held]] = {}
         for held in (held for rank in ranks for held in rank):
@@ -210,7 +210,7 @@ class HeldComparer:
 def compare_adapter(
     found: Comparison, adapter: Mapping[str, Checksum], own: Mapping[str, Checksum], *, loaded: bool
 ) -> Comparison:
-    """Add to ``found`` a LoRA adapter's tensors, as the engine received them; ``loaded``: the adapter was loaded."""
+    """Add a LoRA adapter's tensors, as the engine received them, to ``found``; ``loaded``: the adapter is loaded."""
     known = [name for name in sorted(adapter) if name in own]
     equal = tuple(name for name in known if loaded and adapter[name] == own[name])
     return replace(
@@ -222,7 +222,7 @@ def compare_adapter(
 
 
 def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
-    """Build the Hugging Face names of a layer's fused expert parameters from the tensors that verl sends for them."""
+    """Convert the names of expert tensors that verl sends to the Hugging Face names of the fused parameters."""
     layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
     kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
     if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:
@@ -232,23 +232,23 @@ def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
-    """Find the trained parameters for which no tensor was sent, under any of the prefixes that verl uses."""
+    """Find the trained parameters for which no tensor was sent under any of verl's prefixes."""
     ends = {_end(name) for name in received}
     experts = {name.partition(".experts.")[0] for name in received if ".experts." in name}
     return [name for name in trained if _end(name) not in ends and name.partition(".experts.")[0] not in experts]
 
 
 def _end(name: str) -> str:
-    """Return the part of a name from its layer onwards, or the last two parts if the name contains no layer."""
+    """Return a name from its layer onwards, or its last two parts if it contains no layer."""
     _, layers, end = name.partition("layers.")
     return end if layers else ".".join(name.split(".")[-2:])
 
 
 SAMPLE = 256
-"""Number of elements, per parameter and rank, whose change is tracked."""
+"""Number of elements per parameter and rank whose changes are tracked."""
 _SENT = "_offpolicy_sent"
 AS_SENT = "as sent"
-"""Used instead of a dtype for tensors that the engine keeps as they were sent, for example LoRA's tensors."""
+"""Stands for the dtype of tensors that the engine keeps as they were sent, such as LoRA's tensors."""
 
 
 def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
@@ -257,11 +257,11 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
     Args:
         worker: verl's actor worker.
         default: torch's name of the dtype of most of the engine's tensors.
-        others: plain name -> dtype of each of the other tensors, or ``AS_SENT``.
+        others: maps the plain name of each other tensor to its dtype or to ``AS_SENT``.
 
     Returns:
-        ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: True if these are
-        checksums of the tensors as sent; ``update``: see ``UpdateSample.step``.
+        ``weights`` maps each plain name to (count, sum, sum of squares, whether it is trained); ``sent`` is True if
+        these are checksums of the tensors as sent; for ``update``, see ``UpdateSample.step``.
     """
     if _SENT in vars(worker):
         return {"weights": dict(vars(worker)[_SENT]), "sent": True, "update": []}
@@ -274,7 +274,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
             held = others.get(name, default)
             shards[name] = (name, shard, parameter.dtype if held == AS_SENT else getattr(torch, held))
             trained |= {name} if parameter.requires_grad else set()
-    # Offloaded parameters are on the host, where their checksums would take seconds to compute.
+    # Offloaded parameters are on the host, where computing their checksums would take seconds.
     weighed = compute_checksums(shards.values(), "cuda" if torch.cuda.is_available() else None)
     sample = vars(worker).setdefault("_offpolicy_sample", UpdateSample())
     update = sample.step(shard for name, shard in shards.items() if name in trained)
@@ -298,7 +298,7 @@ def _is_first_rank() -> bool:
 
 
 def _find_shard(parameter: Tensor) -> Tensor | None:
-    """Return this rank's part of a parameter; None if another rank counts these elements."""
+    """Return this rank's part of a parameter; None if another rank already counts these elements."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(parameter, DTensor):
@@ -320,8 +320,8 @@ class UpdateSample:
     def step(self, shards: Any) -> list[float]:
         """Return [sum of u r, sum of u^2, changed in u, changed in r, count] since the previous synchronisation.
 
-        u is the change of an element, and r is its change after the engine's rounding. On the first call, the list is
-        empty.
+        u is the change of an element, and r is the change after the engine's rounding. The first call returns an empty
+        list.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         before, self._before = self._before, {}
@@ -339,7 +339,7 @@ class UpdateSample:
 
 
 def watch_sent(worker: Any, dtype: str) -> None:
-    """Make a worker record checksums of the tensors that it sends, if these tensors are not its parameters.
+    """Make a worker record checksums of the tensors that it sends, if it does not send its parameters themselves.
 
     Args:
         worker: verl's actor worker; for the legacy workers of 0.7.1, the rollout is patched instead.
@@ -366,7 +366,7 @@ def watch_sent(worker: Any, dtype: str) -> None:
 
 
 def _note_sent(worker: Any, tensors: Any, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sent tensors; on rank 0, record their checksums, rounded as in the rollout engine."""
+    """Yield the tensors to send; on rank 0, record their checksums after rounding as in the rollout engine."""
     noted: dict[str, list[int]] = vars(worker)[_SENT]
     for name, tensor in tensors:
         if _is_first_rank():

@@ -1,9 +1,9 @@
-"""Records, in a rollout engine's processes, the parameters into which each tensor was loaded; computes their checksums.
+"""Records in a rollout engine's processes which parameters each tensor is loaded into, and computes their checksums.
 
 Patched functions, the same from verl 0.7.1 to 0.9.1:
 ``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
-``model.load_weights``, whose result names the written parameters; and ``vLLMHttpServer.collective_rpc``, which returns
-nothing in verl.
+``model.load_weights`` (the result of that call names the written parameters), and ``vLLMHttpServer.collective_rpc``,
+which returns nothing in verl.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ class Sources:
 
     Attributes:
         names: plain names of all tensors.
-        targets: plain name, without the number of an expert -> names of the parameters into which the tensor was
-            loaded.
-        tied: names of tensors that vLLM loads together with the tensor to which they are tied, and refuses to load on
-            their own.
+        targets: maps a plain name, without the number of an expert, to the parameters into which the tensor was loaded.
+        tied: names of tensors that vLLM loads only together with the tensor to which they are tied.
         received: number of tensors since the last comparison.
-        first: checksums of the tensors as received, rounded like the parameters into which they were loaded; kept until
+        first: checksums of the received tensors, rounded like the parameters into which they were loaded; kept until
             the first comparison.
         adapter: checksums of the LoRA adapter's tensors as received, by plain name.
-        skipped: why nothing is judged; empty if the weights are judged.
+        skipped: the reason why the weights are not compared; empty if they are compared.
     """
 
     names: set[str] = field(default_factory=set)
@@ -64,11 +62,10 @@ def load_observed(
     weights: Iterable[tuple[str, Tensor]],
     dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
 ) -> Any:
-    """Load weights with the model's own ``load``, and record the parameters into which each new name was loaded.
+    """Load weights with the model's own ``load``, and record which parameters each new name is loaded into.
 
-    When a name first occurs, its tensor is loaded alone; the experts of a layer count as one name. A tied tensor that
-    vLLM refuses to load alone is left out. vLLM loads the tensor to which it is tied instead, and verl may send that
-    tensor in another bucket.
+    A tensor whose name is new is loaded alone; the experts of a layer count as one name. A tied tensor that vLLM
+    refuses to load alone is left out: vLLM loads the tensor to which it is tied, which verl may send in another bucket.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.
@@ -138,7 +135,7 @@ def _list_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def weigh_parameters(worker: Any) -> dict[str, Any]:
-    """Compute the checksum of each group of parameters that share source tensors.
+    """Compute the checksum of each group of parameters that were loaded from the same tensors.
 
     Args:
         worker: vLLM's worker with verl's extension.
@@ -167,7 +164,7 @@ def weigh_parameters(worker: Any) -> dict[str, Any]:
 
 
 def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], list[str]]]:
-    """Group tensors that were loaded into the same parameters; return each group's sorted sources and parameters."""
+    """Group tensors that were loaded into the same parameters; return each group's sorted tensors and parameters."""
     names_of: dict[str, set[str]] = {}
     for name in sources.names:
         names_of.setdefault(_key(name), set()).add(name)
@@ -185,10 +182,9 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 
 
 def tell_root_cause(error: BaseException) -> str:
-    """Describe in one line the first exception of a chain, and where it was raised.
+    """Describe the first exception of a chain, and where it was raised, in one line.
 
-    vLLM passes on only the text of the last exception, which may come from the clean-up or consist only of a missing
-    key.
+    vLLM passes on only the text of the last exception, which may come from the clean-up, or may be just a missing key.
     """
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
@@ -197,7 +193,7 @@ def tell_root_cause(error: BaseException) -> str:
 
 
 def extend_worker() -> None:
-    """Make verl's extension of vLLM's workers record what it loads, and compute checksums. Idempotent."""
+    """Make verl's extension of vLLM's workers record what it loads and compute checksums. Idempotent."""
     from verl.workers.rollout.vllm_rollout import utils
 
     extension = utils.vLLMColocateWorkerExtension
@@ -229,7 +225,7 @@ def extend_worker() -> None:
 
 
 def extend_server() -> None:
-    """Make verl's vLLM server return its workers' answers to ``METHOD`` and store why an update failed. Idempotent."""
+    """Make verl's vLLM server return its workers' answers to ``METHOD``, and store why an update failed. Idempotent."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     call = vLLMHttpServer.collective_rpc
@@ -246,8 +242,7 @@ def extend_server() -> None:
         try:
             return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
         except Exception as error:
-            # The sender of the weights is still waiting for the engine's acknowledgement, and does not read this answer
-            # until it arrives.
+            # The sender of the weights is still waiting for the engine's acknowledgement, and does not see this error.
             if str(method).startswith("update_"):
                 server = f"rollout server {getattr(self, 'replica_rank', '?')}"
                 told = f"{server} could not run {method}: {type(error).__name__}: {error}."

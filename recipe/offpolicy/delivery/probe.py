@@ -1,5 +1,4 @@
-"""A fixed probe that rollout engines answer after each synchronisation, and that the trainer answers before its next
-update.
+"""A fixed set of sequences that rollout engines score after each synchronisation, and the trainer before it updates.
 
 g and e are the log-probs of the probe's tokens at one synchronisation: g from the engine, and e from the trainer's own
 forward pass. dg and de are the changes of g and e since an earlier synchronisation. If the weights were delivered, dg =
@@ -7,8 +6,8 @@ de + noise; if not, dg is noise. The noise of 16-bit engines is correlated withi
 independent samples. For each sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered;
 otherwise, its mean is -|de|^2.
 
-Function called on vLLM's and SGLang's servers, in verl 0.8.0 and later: ``generate(prompt_ids, sampling_params,
-request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and ``num_cached_tokens`` in 0.9.1 and later.
+The probe calls ``generate(prompt_ids, sampling_params, request_id)`` of vLLM's and SGLang's servers, in verl 0.8.0 and
+later. The answer contains ``extra_fields["prompt_logprobs"]`` and, in 0.9.1 and later, ``num_cached_tokens``.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from torch.nn.utils.rnn import pad_sequence
 from ..proof.verify import LivenessError
 
 Answers = Sequence[Sequence[float]]
-"""Log-probs, in nats, of each token of a sequence except the first, by sequence."""
+"""For each sequence, the log-probs of all its tokens except the first, in nats."""
 
 FLIPS = 4095
 """Number of random sign vectors for the p-value; with the observed vector, there are 4096 in total."""
 LEVEL = 1e-3
 LEAST_SLOPE = 0.5
 RESOLVED = 0.2
-"""Largest standard error of the slope at which a synchronisation is judged; if it is larger, changes accumulate."""
+"""Largest standard error of the slope with which a synchronisation is judged; otherwise, changes accumulate first."""
 IN_A_ROW = 3
-"""Number of consecutive failures that stop a run. If the weights are delivered, a check fails with a probability of at
-most ``LEVEL``, so over 1 000 synchronisations, a false alarm has a probability of at most 1 000 * 1e-9 = 1e-6."""
+"""Number of consecutive failures that stop a run. If the weights are delivered, each check fails with a probability of
+at most ``LEVEL``, so the probability of a false alarm in 1 000 synchronisations is at most 1 000 * 1e-9 = 1e-6."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Change:
     Attributes:
         slope: slope of the regression of dg on de: 1 if the engine follows, 0 if it does not; NaN if de is 0.
         error: standard error of the slope over sequences; infinite if de is 0.
-        p: probability of a sum of u at most as large as the observed one, over random signs of the sequences.
+        p: probability, over random signs of the sequences, that the sum of u is at most the observed sum.
     """
 
     slope: float
@@ -57,7 +56,7 @@ class Change:
 
 
 def compare_changes(engine: Tensor, expected: Tensor, *, seed: int = 0) -> Change:
-    """Compare the changes of the engine's log-probs with the expected changes.
+    """Compare the changes in the engine's log-probs with the expected changes.
 
     Args:
         engine: (S, T) float64, dg; 0 after a sequence's end.
@@ -82,11 +81,11 @@ Outcome = Literal["first", "unresolved", "follows", "differs", "fails"]
 
 
 class ProbeTest:
-    """The test of one engine over all synchronisations of a run.
+    """Tests one engine over all synchronisations of a run.
 
     Attributes:
         change: change from the reference to the latest synchronisation.
-        failures: number of consecutive failures up to now.
+        failures: current number of consecutive failures.
     """
 
     def __init__(self) -> None:
@@ -100,8 +99,9 @@ class ProbeTest:
 
         Returns:
             ``first``: there is no earlier synchronisation to compare with; ``unresolved``: the expected change is too
-            small to judge and accumulates; ``follows``: the engine follows; ``differs``: it does not follow, but noise
-            may be the reason; ``fails``: it does not follow for the ``IN_A_ROW``-th consecutive time.
+            small to judge, and is added to the next one; ``follows``: the engine follows the trainer; ``differs``: the
+            engine does not follow, but noise may be the reason; ``fails``: the engine has not followed ``IN_A_ROW``
+            times in a row.
         """
         now = _stack(engine), _stack(expected)
         if self._reference is None:
@@ -127,20 +127,20 @@ logger = logging.getLogger("verl.offpolicy")
 
 Pair = tuple[list[int], list[int]]
 SEQUENCES, BEFORE, TOKENS = 32, 8, 16
-"""Number of sequences in the probe; for each sequence, number of prompt tokens at its start, and maximum number of
-tokens."""
+"""Number of sequences in the probe, number of prompt tokens in each sequence, and maximum length of a sequence."""
 CACHED = 600
-"""Largest number of tokens in the request that shows whether the prefix cache was cleared; none of these tokens may be
-in the cache."""
+"""Maximum number of tokens in the request that shows whether the prefix cache was cleared. If any of these tokens is in
+the cache, the cache was not cleared."""
 PATIENCE = 60.0
 """Seconds to wait for missing answers once the trainer is about to update."""
 KEPT_IN_A_ROW = 2
 LOOSE = 0.5
-"""If less than this share of an update survives the engine's rounding, answers are not expected to change."""
+"""If less than this share of an update survives the engine's rounding, the probe expects no change and is not
+judged."""
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
-    """Draw the probe's sequences from a batch, if possible from different prompts; each contains a response's start."""
+    """Draw the probe's sequences from a batch, preferring different prompts; each contains the start of a response."""
     turns = [uids[:row].count(uid) for row, uid in enumerate(uids)]
     order = sorted(range(len(rows)), key=turns.__getitem__)
     drawn = []
@@ -152,7 +152,7 @@ def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
 
 
 def join_responses(rows: Sequence[Pair], most: int) -> list[int]:
-    """Join responses into a request of at most ``most`` tokens that does not start like any rollout."""
+    """Join responses into a request of at most ``most`` tokens that starts like no rollout's prompt."""
     return [token for _, response in rows for token in response][: max(min(most, CACHED), 0)]
 
 
@@ -161,7 +161,7 @@ class Probe:
 
     Args:
         longest: maximum number of tokens that the engine accepts.
-        advice: last sentence of errors, which says what to do.
+        advice: last sentence of error messages, which says what to do.
     """
 
     def __init__(self, longest: int | None, advice: str) -> None:
@@ -174,7 +174,7 @@ class Probe:
         self._off = ""
 
     def ask(self, replicas: Sequence[Any]) -> None:
-        """Send the probe to each replica's server once it has new weights, before other requests, without waiting."""
+        """Send the probe to each replica's server after it has received new weights; do not wait for the answers."""
         self._pending = []
         if not self._sequences or self._off:
             return
@@ -216,14 +216,14 @@ class Probe:
         return metrics
 
     def _collect(self, replica: Any, cached: Any, asked: Sequence[Any]) -> list[list[float]]:
-        """Wait for the answers of a replica; empty if they are late or incomplete."""
+        """Wait for the answers of a replica; return an empty list if they are late or incomplete."""
         everything = [*asked] if cached is None else [cached, *asked]
         _, late = ray.wait(everything, num_returns=len(everything), timeout=PATIENCE)
         if late:
             return []
         try:
             outputs = ray.get(everything)
-        except Exception as error:  # a failing engine ends the run elsewhere, with its own message
+        except Exception as error:  # other code ends the run if an engine fails
             self._stop_asking(f"the rollout engine does not answer: {error}")
             return []
         if cached is not None:
@@ -246,7 +246,7 @@ class Probe:
 
     def _stop_asking(self, reason: str) -> None:
         self._off = reason
-        logger.warning("the probe of delivered weights is off: %s.", reason)
+        logger.warning("the probe of delivered weights is disabled: %s.", reason)
 
     def _judge(
         self, replica: Any, answers: Sequence[Sequence[float]], own: Sequence[Sequence[float]], at: int, seen: float
@@ -256,7 +256,7 @@ class Probe:
         ]
         metrics = {"probe_apart": sum(gaps) / len(gaps)}
         test = self._tests.setdefault(id(replica), ProbeTest())
-        # If seen is small, rounding alone keeps the answers unchanged, even if the weights were delivered.
+        # If seen is small, rounding can leave the answers unchanged even if the weights were delivered.
         if seen < LOOSE or (outcome := test.step(answers, own)) == "first":
             return metrics
         change = test.change

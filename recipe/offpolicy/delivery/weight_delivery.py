@@ -1,4 +1,4 @@
-"""Prove at each synchronisation that the rollout engine has the trainer's weights.
+"""Proves at each synchronisation that the rollout engine has the trainer's weights.
 
 ``verl_patches.rollout_seams`` lists the patched functions.
 """
@@ -42,18 +42,18 @@ from .probe import Probe
 logger = logging.getLogger("verl.offpolicy")
 
 NAMED = 6
-"""Maximum number of tensors that an error names."""
+"""Maximum number of tensor names in an error message."""
 FEWEST = 64
-"""Number of updates without a synchronisation after which a run stops, while the run's usual interval is unknown."""
+"""Number of updates without a synchronisation that stop a run before its usual interval is known."""
 SEEN_OVER = 3
-"""Number of most recent updates; at least the share ``LEAST_SEEN`` of their total must survive the engine's
-rounding."""
+"""Number of recent updates over which the share that survives the engine's rounding is computed; the run warns if it is
+below ``LEAST_SEEN``."""
 KEPT = 4
-"""Number of past synchronisations whose checksums are kept, so that late weights are recognised."""
+"""Number of past synchronisations whose checksums are kept, to recognise outdated weights."""
 
 
 class WeightDelivery(AddOn):
-    """``offpolicy.delivery``.
+    """Add-on for ``offpolicy.delivery``, which compares the rollout engine's weights with the trainer's.
 
     Args:
         run: the run whose workers send the weights, with ``recording``, ``workers`` and ``global_steps``.
@@ -93,13 +93,13 @@ class WeightDelivery(AddOn):
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
 
     def on_sync(self, manager: Any) -> None:
-        """Request the checksums of the weights on ``manager``'s servers, and of those that the trainer's workers sent.
+        """Request checksums of the weights on ``manager``'s servers and of the weights that the trainer's workers sent.
 
-        The answers are compared later, before the next update or validation, because both sides compute the checksums
-        while the servers start to sample.
+        The answers are compared later, before the next update or validation, so that both sides can compute checksums
+        while the servers already sample.
 
         Raises:
-            LivenessError: the answers to the previous synchronisation differ; they had not been compared until now.
+            LivenessError: the checksums of the previous synchronisation, which are compared only now, differ.
         """
         start = time.perf_counter()
         self._compare_sums()
@@ -134,14 +134,14 @@ class WeightDelivery(AddOn):
             return self._say(f"weights of the rollout engine {self._rollout.name} are not compared.")
         engines = [self._engines.setdefault(id(replica), Engine()) for replica in manager.replicas]
         asked = [replica.servers[0].collective_rpc.remote(METHOD) for replica in manager.replicas]
-        # Use the dtypes that the engines reported last; if the answers show that the dtypes have changed, ask again.
+        # Use the dtypes that the engines reported last. If the answers show other dtypes, request the checksums again.
         ready = all(engine.dtypes and not engine.skipped for engine in engines)
         dtypes = _find_dtypes(engines, self._rollout) if ready else None
         weighed = None if dtypes is None else self._run.workers.weigh_offpolicy(*dtypes)
         self._asked = Asked(self._syncs, manager, engines, asked, dtypes, weighed)
 
     def _compare_sums(self) -> None:
-        """Compare the answers for the latest synchronisation at which checksums were requested."""
+        """Compare the checksums that were requested at the latest synchronisation."""
         if (given := self._asked) is None:
             return
         self._asked = None
@@ -210,7 +210,7 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Describe the earlier synchronisation that sent the values that the engine has now."""
+        """Describe which earlier synchronisation sent the engine's current values."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds the weights from {back} synchronisation{'s' if back > 1 else ''} earlier."
@@ -237,7 +237,7 @@ class WeightDelivery(AddOn):
             self._say(f"{len(names)} tensors {reason}: {_names(names)}.")
 
     def _warn_of_rounding(self, along: float, square: float) -> None:
-        """Warn once that updates are lost in the rounding to the engine's dtype although all weights are delivered."""
+        """Warn once if updates are lost in rounding to the engine's dtype although all weights are delivered."""
         self._updates_seen.append((along, square))
         seen, made = (sum(values) for values in zip(*self._updates_seen, strict=True))
         if len(self._updates_seen) == SEEN_OVER and seen < LEAST_SEEN * made and not self._warned_of_rounding:
@@ -270,7 +270,7 @@ def _advise(key: str) -> str:
 
 
 class Engine:
-    """State of one rollout server: the latest answers of its workers, and the results of all earlier answers."""
+    """State of one rollout server: the latest answers of its workers, and the results of earlier comparisons."""
 
     def __init__(self) -> None:
         self.dtypes: dict[str, str] = {}
@@ -278,7 +278,7 @@ class Engine:
         self._comparer = HeldComparer()
 
     def read(self, answer: Sequence[Mapping[str, Any]] | None) -> None:
-        """Read the answers of a server's workers; None if the server's class is not verl's."""
+        """Read the answers of a server's workers; an answer is None if the server's class is not verl's."""
         if not answer:
             self.skipped = "the rollout server does not return checksums of its workers"
             return
@@ -294,13 +294,13 @@ class Engine:
         self.received_names = sorted({name for rank in answer for name in rank["names"]} | self.adapter.keys())
 
     def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
-        """Compare with the trainer's checksums; with ``judge=False``, the result is not stored."""
+        """Compare the answers with the trainer's checksums; with ``judge=False``, the result is not stored."""
         found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
         return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
 
 
 class Asked(NamedTuple):
-    """Requests made at the synchronisation ``at``: references to the checksums of the engines and of the trainer."""
+    """Pending requests of synchronisation ``at``: references to the checksums of the engines and of the trainer."""
 
     at: int
     manager: Any
@@ -311,7 +311,7 @@ class Asked(NamedTuple):
 
 
 def _find_dtypes(engines: Sequence[Engine], rollout: Any) -> tuple[str, dict[str, str]]:
-    """Find the dtype in which the engines hold most tensors, and the dtypes of all other tensors, by plain name."""
+    """Find the dtype of most of the engines' tensors, and the dtypes of all other tensors by plain name."""
     dtypes = {name: dtype for engine in engines for name, dtype in engine.dtypes.items()}
     common = Counter(dtypes.values()).most_common(1)
     default = common[0][0] if common else _dtype(rollout.get("dtype"))

@@ -1,1 +1,1 @@
-"""Time limits for hanging runs, detection of lost workers, and checkpoints that stay loadable."""
+"""Time limits for hanging runs, detection of dead workers, and checkpoints that stay loadable."""

@@ -1,8 +1,9 @@
 """Checkpoints that stay loadable, and that record the correction with which the run was trained.
 
-verl writes ``global_step_N`` in place, and finally names it in ``latest_checkpointed_iteration.txt``. A run that ends
-during a save can lose its checkpoint in three ways: with one checkpoint to keep, verl deletes the previous one before
-it names the new one; saving a step again overwrites the named checkpoint; and the name is not written atomically.
+verl writes ``global_step_N`` in place, and then names it in ``latest_checkpointed_iteration.txt``. A run that ends
+during a save can lose its checkpoint in three ways. If verl keeps only one checkpoint, it deletes the previous
+checkpoint before it names the new one. Saving the same step again overwrites the named checkpoint. The name is not
+written atomically.
 
     default_local_dir/offpolicy_saving.json            during a save: which checkpoint is being written
     default_local_dir/global_step_N/offpolicy.json     after a save: the correction
@@ -39,27 +40,27 @@ STATES = "offpolicy"
 _STEP = "global_step_"
 _STALENESS = "staleness"
 ACTIVE = "steering"
-"""Key of the state of alarms and moved bounds in a record; existing checkpoints use this name."""
+"""Key in a record for the state of alarms and moved bounds; must not change, because existing checkpoints use it."""
 _CUT_SHORT = "writing it was interrupted"
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder ``trainer.default_local_dir``, which contains the checkpoints of a run."""
+    """The folder ``trainer.default_local_dir``, which contains a run's checkpoints."""
 
     path: Path
 
     @classmethod
     def from_config(cls, config: DictConfig) -> CheckpointFolder:
-        """Build the folder from a composed configuration, relative to the current directory."""
+        """Read the folder from a composed configuration; relative paths start at the current directory."""
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
     def step_path(self, step: int) -> Path:
-        """Return the folder ``global_step_N`` of a step; it need not exist."""
+        """Return the folder ``global_step_N`` of a step, which may not exist."""
         return self.path / f"{_STEP}{step}"
 
     def read_tracked_step(self) -> int | None:
-        """Read the step that verl would resume; None without a tracker file.
+        """Read the step from which verl would resume; None if there is no tracker file.
 
         Raises:
             ValueError: the tracker file contains no number, because writing it was interrupted.
@@ -69,7 +70,7 @@ class CheckpointFolder:
         return None
 
     def read_unfinished(self) -> dict[str, Any] | None:
-        """Read which checkpoint was started but not completed; None if there is none.
+        """Read which checkpoint was started but not completed; None if all were completed.
 
         Returns:
             ``step`` of the checkpoint, and ``tracked``, the step from which a run could resume before, if any.
@@ -77,7 +78,7 @@ class CheckpointFolder:
         return _read(self.path / SAVING, SAVING_SCHEMA)
 
     def is_whole(self, step: int) -> bool:
-        """Return True unless a checkpoint is known to be incomplete; without a record it counts as complete."""
+        """Return True unless a checkpoint is known to be incomplete; one without a record counts as complete."""
         if not self.step_path(step).is_dir() or self._is_emptied(step):
             return False
         mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
@@ -88,7 +89,8 @@ class CheckpointFolder:
             return False
         if record is not None or mark is None or mark["step"] != step:
             return True
-        # verl names a checkpoint when it is complete; if it was named before, it was being overwritten.
+        # verl names a checkpoint once it is complete. If this one was named before the save, the save was overwriting
+        # it.
         with contextlib.suppress(ValueError):
             return self.read_tracked_step() == step != mark["tracked"]
         return False
@@ -116,7 +118,7 @@ def guard_save(
     extensions: Callable[[Path], Mapping[str, Any]] = lambda folder: {},
     staleness: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Wrap verl's ``_save_checkpoint``: mark the checkpoint as started, and record it after it is complete.
+    """Wrap verl's ``_save_checkpoint``: mark the checkpoint as started, and record it once it is complete.
 
     Args:
         active: state of the alarms and moved bounds, see ``monitor.active_correction``.
@@ -152,16 +154,16 @@ def check_before_loading(
     of_extensions: Callable[[Mapping[str, Any]], list[str]] = lambda found: [],
     dependents: Sequence[str] = (),
 ) -> dict[str, Any] | None:
-    """Before verl's ``_load_checkpoint``, check that it will load a complete checkpoint of the same correction.
+    """Before verl's ``_load_checkpoint``, check that the checkpoint is complete and has the same correction.
 
     Args:
-        differences: called with the checkpoint's state of alarms and moved bounds; lists the keys in which this run
-            would continue differently, in the form of ``find_changes``.
+        differences: called with the checkpoint's state of alarms and moved bounds; lists the keys whose values differ
+            in this run, in the form of ``find_changes``.
         of_extensions: like ``differences``, but for the checkpoint's state of extensions, by section.
-        dependents: keys of this run that continue from a checkpoint's state.
+        dependents: keys of this run that need the checkpoint's state.
 
     Returns:
-        The checkpoint's state of alarms and moved bounds, for a run with the same correction; None if there is none.
+        The checkpoint's state of alarms and moved bounds; None if there is none or if the correction has changed.
 
     Raises:
         CheckpointError: all checkpoints are incomplete, or the named checkpoint was trained with another correction, or
@@ -179,7 +181,7 @@ def check_before_loading(
                 f"Restore the file, or set {CHANGED}=true to start without this state."
             )
         logger.warning(
-            "%s has no %s: it is unknown whether the checkpoint was trained with this correction. The next "
+            "%s has no %s, so it is unknown whether the checkpoint was trained with this correction. The next "
             "checkpoint will record the correction.",
             *(path, RECORD),
         )
@@ -204,12 +206,12 @@ def check_before_loading(
 
 
 def find_record(config: DictConfig) -> Path:
-    """Find the record of the resumed checkpoint; it need not exist."""
+    """Return the path of the resumed checkpoint's record, which may not exist."""
     return (_find_resumed(config) or Path()) / RECORD
 
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
-    """From the checkpoint that verl has just loaded, read the extensions' state; also return their files' folder."""
+    """Read the extensions' state from the checkpoint that verl has just loaded; also return their files' folder."""
     folder, record = _read_resumed(config)
     return record.get("extensions", {}), folder / STATES
 
@@ -220,14 +222,14 @@ def read_staleness(config: DictConfig) -> dict[str, Any] | None:
 
 
 def _read_resumed(config: DictConfig) -> tuple[Path, dict[str, Any]]:
-    """Find the folder of the resumed checkpoint, and read its record; empty for a new run, whatever its directory."""
+    """Find the folder of the resumed checkpoint, and read its record; both are empty for a new run."""
     path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return path or Path(), record or {}
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
-    """List the keys under ``key`` in which two mappings of plain values differ, with both values."""
+    """List the keys under ``key`` whose values differ between two mappings of plain values, with both values."""
     before, now = _flatten(old, key), _flatten(new, key)
 
     def show(values: Mapping[str, Any], key: str) -> str:
@@ -241,10 +243,10 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "cor
 
 
 def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """Map ``reuse`` and ``same_engine`` to ``recompute``; all three yield log pi_old under the trainer's weights.
+    """Map ``reuse`` and ``same_engine`` to ``recompute``, because all three use log pi_old of the trainer's weights.
 
-    A change of micro-batch sizes alone may switch between ``reuse`` and ``recompute``, and the first step of a run
-    proves ``same_engine``.
+    A change of micro-batch sizes alone may switch between ``reuse`` and ``recompute``; ``same_engine`` is proved again
+    in the first step of each run.
     """
     of_trainer = correction.get("proximal") in (*OF_THE_TRAINER, "same_engine")
     return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
@@ -256,7 +258,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> 
 
 
 def _find_resumed(config: DictConfig) -> Path | None:
-    """Find the checkpoint that verl is about to load; None for a new run."""
+    """Find the checkpoint from which verl is about to resume; None for a new run."""
     mode = config.trainer.resume_mode
     if mode == "auto":
         folder = CheckpointFolder.from_config(config)
@@ -274,20 +276,22 @@ def _find_resumed(config: DictConfig) -> Path | None:
 
 
 def _choose_whole_step(folder: CheckpointFolder) -> int | None:
-    """Choose the step to resume; if verl's tracker names an incomplete checkpoint, change the tracker to this step."""
+    """Choose the step from which to resume; if verl's tracker names an incomplete checkpoint, correct the tracker."""
     mark = folder.read_unfinished()
     try:
         tracked = folder.read_tracked_step()
     except ValueError:
-        named, trouble = folder.path / TRACKER, "it holds no number"
+        named, trouble = folder.path / TRACKER, "it contains no number"
     else:
         if tracked is None:
             if mark is not None:
-                logger.warning("the first checkpoint, of step %d, is incomplete: training restarts.", mark["step"])
+                logger.warning(
+                    "the first checkpoint, of step %d, is incomplete, so training starts again.", mark["step"]
+                )
             return None
         if folder.is_whole(tracked):
             if mark is not None and mark["step"] != tracked:
-                logger.warning("the checkpoint of step %d is incomplete; resuming step %d.", mark["step"], tracked)
+                logger.warning("the checkpoint of step %d is incomplete; resuming from step %d.", mark["step"], tracked)
             return tracked
         named = folder.step_path(tracked)
         trouble = _CUT_SHORT if named.is_dir() else "it does not exist"
@@ -298,13 +302,13 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
             "trainer.resume_mode=resume_path trainer.resume_from_path=..., or restart with "
             "trainer.resume_mode=disable."
         )
-    logger.warning("%s: %s; resuming step %d, the newest complete checkpoint.", named, trouble, whole[0])
+    logger.warning("%s: %s; resuming from step %d, the newest complete checkpoint.", named, trouble, whole[0])
     _write(folder.path / TRACKER, str(whole[0]))
     return whole[0]
 
 
 def _keep_previous(config: DictConfig) -> None:
-    """Raise verl's limit of kept checkpoints from 1 to 2, as verl deletes the old one before naming the new one."""
+    """Raise verl's limit on kept checkpoints from 1 to 2: verl deletes the old one before it names the new one."""
     trainer, removes = config.trainer, "remove_previous_ckpt_in_save"
     limits = ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
     changed: dict[str, bool | int] = {key: 2 for key in limits if OmegaConf.select(trainer, key) == 1}

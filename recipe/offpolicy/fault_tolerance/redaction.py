@@ -1,9 +1,9 @@
-"""Redaction: secrets become ``(hidden)`` in everything that is printed or written.
+"""Replaces secrets with ``(hidden)`` in everything that is printed or written.
 
-A secret is recognised by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a
-URL, a web hook, the prefix of a known issuer), or as the value of an environment variable with such a name.
+A secret is recognised by its key (``wandb_token``, ``api-key``), by its form (``Bearer ...``, user and password in a
+URL, a web hook, the prefix of a known issuer), or because it is the value of an environment variable with such a name.
 
-40 hexadecimal digits are a Weights & Biases key or a git revision, so they are hidden unless the preceding text
+40 hexadecimal digits may be a Weights & Biases key or a git revision. They are hidden unless the preceding text
 contains revision, commit, sha or a similar word, or ends in / or @.
 """
 
@@ -21,17 +21,16 @@ from typing import IO, Any
 HIDDEN = "(hidden)"
 _hidden_values: set[str] = set()
 _SHORTEST = 8
-"""Minimum length for searching for an environment variable's value; shorter values would also occur by chance."""
+"""Minimum length of an environment variable's value that is searched for; shorter values would occur by chance."""
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"
     r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
-"""Names whose values are hidden, at any position in a dotted name, together with everything under these names."""
+"""Names that hide their value, and everything under them, at any position in a dotted key."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
-"""Names of secrets in text; the word before such a name distinguishes it from tokens of a vocabulary and columns of a
-table."""
+"""Names of secrets in text. The word before such a name distinguishes it from vocabulary tokens and table columns."""
 _NO_SECRET = {
     "token": re.compile(
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
@@ -47,7 +46,7 @@ _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.
 _SHAPES = re.compile(
     r"(?<=://)[^/\s'\"]+(?=@)|(?<=://)[^/\s:'\"]+:(?!\d*/)[^\s'\"@?]+(?=@[\w.-]+(?:[:/]|$))"
     r"|(?<=(?<![:\w])//)[^/\s:'\"]+:[^/\s'\"]+(?=@)|(?<=%3A%2F%2F)(?:(?!%2F|%40)[\w.%~+-])+(?=%40)"
-    # k or a number after @ is not a host but part of a metric, as in verl's log line 12:00:00,123:pass@k.
+    # k or a number after @ is part of a metric and not a host, as in verl's log line 12:00:00,123:pass@k.
     r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256|(?:k|\d{1,4})(?![\w.:-]))[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
     r"|(?P<user>\bcurl\b[^\n|;&]{0,300}?[\s'\"](?:-[a-zA-Z]*u|--(?:proxy-)?user)[\s'\",=]*)[^\s:'\",]+:[^\s'\",]+"
@@ -74,7 +73,7 @@ _REVISION = re.compile(
     r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|merge|parent|head\b|tag\b|[@/]$", re.I
 )
 _OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
-"""The value may contain spaces; in a message about a secret, text after a colon is kept."""
+"""The value may contain spaces. In a message about a secret, the text after a colon is not hidden."""
 _PAIR = re.compile(
     r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|\\*['\"]?\s*:(?!//)\s*)"
     r"(?P<value>b?\"(?:[^\"\\]|\\.)*\"|b?'[^']*'|\\+\"[^\"]*\"|[^\s,;&{}\[\]()'\"]+(?<!:))"
@@ -83,11 +82,11 @@ _QUOTE = re.compile(r'\\*"')
 _TUPLE = re.compile(
     r"(?P<name>(?<=\(['\"])[\w-]+|(?<=\(b['\"])[\w-]+)(?P<between>['\"]\s*,\s*)(?P<value>b?(?:'[^']*'|\"[^\"]*\"))"
 )
-"""A header printed as a Python pair; levels and kinds, such as token, also occur in pairs."""
+"""A header printed as a Python pair. Pairs may also contain levels and kinds, such as token, which are not headers."""
 _VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
-"""Name of an environment variable that contains a secret, such as those that ``opd.teacher.headers`` names."""
+"""Name of an environment variable that contains a secret, such as a variable in ``opd.teacher.headers``."""
 _NAME = r"[A-Z][A-Z\d_]*"
-"""The usual form of a variable's name; a key or password rarely has this form."""
+"""Usual form of an environment variable's name; a key or password rarely has this form."""
 _NAMED_HEADERS = re.compile(r"(?P<before>\bheaders\\*['\"]?\s*[=:]\s*)(?P<value>\{[^{}]*\})")
 _HEADERS = re.compile(rf"\{{(?:\s*['\"]?[\w-]+['\"]?\s*:\s*['\"]?{_NAME}['\"]?\s*,?)*\s*\}}")
 _FLAG = re.compile(
@@ -97,7 +96,7 @@ _FLAG = re.compile(
 
 
 def redact(value: Any) -> Any:
-    """Redact the secrets in ``value``: mappings and lists at any depth; values other than text are unchanged."""
+    """Redact the secrets in ``value``, including nested mappings and lists; values other than text are unchanged."""
     return _hidden(value, _of_environment())
 
 
@@ -112,12 +111,12 @@ def show_variable(name: str) -> str:
 
 
 def hide(secret: str) -> None:
-    """Redact this value and its last word wherever either occurs in this process from now on."""
+    """From now on, redact this value and its last word wherever either occurs in this process."""
     _hidden_values.update(each for each in (secret, secret.split(" ")[-1]) if len(each) >= _SHORTEST // 2)
 
 
 def redact_streams() -> None:
-    """Redact everything that this process prints from now on. Idempotent."""
+    """From now on, redact everything that this process prints. Idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactedStream):
@@ -125,7 +124,7 @@ def redact_streams() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts whole lines of its input, because a name and its value may be written separately."""
+    """A text stream that redacts complete lines, because a name and its value may be written separately."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The schema of this package's files in checkpoints: each file's keys, with the type and range of their values."""
+"""Schemas of this package's files in checkpoints: the keys of each file, and the types and ranges of their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLDEST = 10_000
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be resumed; the message says why and what to do."""
+    """The run cannot resume from a checkpoint; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Keys:
-    """A mapping with the needed keys and any of the optional keys; other keys are rejected."""
+    """A mapping with all required keys and any of the optional keys; other keys are rejected."""
 
     needed: Mapping[str, Any]
     optional: Mapping[str, Any] = field(default_factory=dict)
@@ -40,15 +40,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class Named:
-    """A mapping of names to values of one kind."""
+    """A mapping from names to values of one kind."""
 
     of: Any
 
 
 @dataclass(frozen=True)
 class Items:
-    """A list of values of one kind, at least ``least`` of them. A tuple of kinds means a list with one value of each
-    kind."""
+    """A list of at least ``least`` values of one kind. A tuple of kinds means a list with one value of each kind."""
 
     of: Any
     least: int = 0
@@ -62,13 +61,13 @@ class Null:
 
 
 def number(least: float = -LARGEST, most: float = LARGEST) -> Value:
-    """Build the kind of a finite number in this range."""
+    """Build a kind that accepts finite numbers in this range."""
 
     return Value(lambda value: REAL.fits(value) and least <= value <= most, f"a number in [{least:g}, {most:g}]")
 
 
 def whole(least: int = 0) -> Value:
-    """Build the kind of a whole number."""
+    """Build a kind that accepts whole numbers."""
 
     return Value(
         lambda value: REAL.fits(value) and isinstance(value, int) and least <= value < 2**63,
@@ -232,7 +231,7 @@ def refuse(path: Path, key: str, value: Any, why: str) -> None:
 
 @contextlib.contextmanager
 def restoring(find_path: Callable[[], Path], key: str) -> Iterator[None]:
-    """If a state passes its schema but cannot be restored, add the file and the key to the error.
+    """Add the file and the key to the error if a state passes its schema but cannot be restored.
 
     Args:
         find_path: returns the path of the file; called only if there is an error.

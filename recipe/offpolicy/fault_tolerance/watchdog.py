@@ -1,7 +1,7 @@
-"""A watchdog thread that ends a run within a bounded time if the run hangs or has lost a worker, and names the phase.
+"""A watchdog thread that ends a run within a bounded time if it hangs or a worker has died, and names the phase.
 
-verl waits for its workers without a limit, so a hanging weight sync or rollout engine leaves the run alive without any
-progress. A thread in the trainer's process tracks the current phase of the step through wrapped methods.
+verl waits for its workers without a timeout, so if a weight sync or a rollout engine hangs, the run stays alive but
+makes no progress. A thread in the trainer's process tracks the current phase of the step through wrapped methods.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ PHASES: Mapping[str, str] = {
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
 }
-"""Method under the trainer -> its phase, for all trainers and releases; each trainer has only some of them."""
+"""Maps methods of the trainer to their phases, for all trainers and releases; each trainer has only some of them."""
 BETWEEN = "between_phases"  # the driver's own work, such as rewards, advantages, metrics and logging
 NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 
 SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2  # interrupts the main thread; its handler raises an exception
 PATIENCE, GRACE, EXIT_CODE = 5.0, 60.0, 70
-"""Seconds from the signal until ``Watchdog.release`` is called, from then to the process's end, and its exit status."""
+"""Seconds from the signal to ``Watchdog.release``, seconds from then until the process is killed, and its exit
+status."""
 
 
 HOLDERS = (
@@ -77,24 +78,24 @@ FAILURE = "_offpolicy_failure"  # attribute in which an actor stores its failure
 
 
 class LostWorkerDetector:
-    """A callable that returns an error message if a Ray actor of the trainer has died or reports a failure, else None.
+    """Callable that returns an error message if a Ray actor of the trainer has died or reports a failure, else None.
 
     verl notices a dead worker only when it waits for that worker's answer. An engine that raises while loading weights
-    stays alive, and the sender waits for its acknowledgement. Here, each actor has one pending call of Ray's
-    ``__ray_call__`` that reads ``FAILURE``. On a busy actor, this call stays in the queue; on a dead actor, it fails at
-    once, with the cause.
+    stays alive, and the sender waits for its acknowledgement. This detector therefore keeps one call of Ray's
+    ``__ray_call__`` pending on each actor, which reads ``FAILURE``. On a busy actor, the call stays in the queue; on a
+    dead actor, it fails at once with the cause of death.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Reference to a pending answer -> the actor that will give it.
+        # Maps a reference to a pending answer to the actor that will give the answer.
         self._waiting: dict[Any, Any] = {}
 
     def __call__(self) -> str | None:
         import ray
         from ray import exceptions as of_ray
 
-        # Ray's memory monitor kills actors with an error of its own, which is not a RayActorError.
+        # If Ray's memory monitor kills an actor, the error is not a RayActorError.
         deaths = of_ray.RayActorError, of_ray.OutOfMemoryError, of_ray.NodeDiedError, of_ray.WorkerCrashedError
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
@@ -109,12 +110,12 @@ class LostWorkerDetector:
             try:
                 failure = ray.get(answer)
             except of_ray.ActorUnavailableError:
-                continue  # Ray also raises it for a broken connection, which may recover
+                continue  # Ray also raises this error for a broken connection, which may recover
             except deaths as error:
                 failure, kind = summarize_death(error) or type(error).__name__, "died"
             else:
                 kind = "failed"
-            # An actor that the trainer no longer lists was ended on purpose.
+            # An actor that the trainer no longer lists was ended intentionally.
             if failure and handle in listed:
                 lost.append(f"a worker of {listed[handle]} has {kind}: {failure}")
         return " ".join(lost) or None
@@ -131,7 +132,7 @@ def summarize_death(error: Exception) -> str:
 
 
 def end_workers(trainer: Any) -> None:
-    """Kill the trainer's Ray actors, so that callers that wait for them receive an error at once."""
+    """Kill the trainer's Ray actors, so that callers waiting for them receive an error at once."""
     import ray
 
     for _, handle in list_actor_handles(trainer):
@@ -140,7 +141,7 @@ def end_workers(trainer: Any) -> None:
 
 
 def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """List (trainer attribute, handle) for every Ray actor that the trainer holds."""
+    """List (trainer attribute, handle) for each Ray actor that the trainer has a handle of."""
     for path in HOLDERS:
         found = [trainer]
         for part in path.split("."):
@@ -154,7 +155,7 @@ class WatchdogError(RuntimeError):
 
 
 class _Interrupt(KeyboardInterrupt):
-    """Raised in the main thread by the signal handler, because only a KeyboardInterrupt ends ``ray.get``."""
+    """Raised by the signal handler in the main thread; a KeyboardInterrupt, because nothing else ends ``ray.get``."""
 
 
 @dataclass(eq=False)
@@ -162,8 +163,8 @@ class Phases:
     """A thread-safe stack of the trainer's current phases, outermost first, with their start times.
 
     Args:
-        limits: phase -> the number of seconds that it may take; None for no limit.
-        default: limit in seconds for phases without a limit of their own.
+        limits: maps each phase to the number of seconds that it may take; None for no limit.
+        default: limit in seconds for all other phases.
     """
 
     limits: Mapping[str, float | None]
@@ -177,7 +178,7 @@ class Phases:
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[None]:
-        """Attribute the time spent inside the context to this phase."""
+        """Count the time inside the context for this phase."""
         entry = (name, self.clock())
         with self._lock:
             self._stack.append(entry)
@@ -195,7 +196,7 @@ class Phases:
         return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
     def list_current(self) -> list[tuple[str, float]]:
-        """List (phase, seconds spent in it), outermost first; without a current phase, only ``BETWEEN`` is listed."""
+        """List (phase, seconds spent in it), outermost first; outside all phases, only ``BETWEEN``."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
@@ -218,12 +219,12 @@ class Phases:
 
 @dataclass(eq=False)
 class Watchdog:
-    """A thread that watches the phases and the workers of a run, and ends the run.
+    """A thread that watches the phases and workers of a run, and ends the run if one of them fails.
 
     Args:
         lost: returns an error message if a worker has died; called every ``poll`` seconds. None for no check.
         step: returns the trainer's step, for messages.
-        release: kills the actors that the main thread may be waiting for, if the signal does not interrupt the thread.
+        release: kills the actors for which the main thread may be waiting; called if the signal does not interrupt it.
         end: exits this process at once; never returns.
     """
 
@@ -260,13 +261,13 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time inside the context to this phase; a verdict replaces the exceptions raised inside."""
+        """Count the time inside the context for this phase; a verdict replaces exceptions raised inside."""
         with self.phases.enter(name), self.raise_verdict():
             yield
 
     @contextlib.contextmanager
     def raise_verdict(self) -> Iterator[None]:
-        """Re-raise exceptions that follow from a verdict as the original WatchdogError."""
+        """Replace exceptions that follow from a verdict with the original WatchdogError."""
         try:
             yield
         except BaseException as error:
@@ -280,7 +281,7 @@ class Watchdog:
             raise _Interrupt(str(self.verdict))
 
     def _watch(self) -> None:
-        # The delay until an overdue phase is noticed is at most a quarter of the shortest limit.
+        # An overdue phase is noticed after at most a quarter of the shortest limit.
         while not self._stopped.wait(max(0.05, min(self.poll, self.phases.shortest / 4))):
             if self.deadline is not None:
                 if self.phases.clock() > self.deadline:
@@ -295,7 +296,7 @@ class Watchdog:
             return self.lost() if self.lost else None
         except Exception:
             # The time limits still work and must remain active.
-            logger.warning("could not check whether all workers are alive; this check is now off.", exc_info=True)
+            logger.warning("could not check whether all workers are alive; this check is now disabled.", exc_info=True)
             self.lost = None
             return None
 
@@ -325,10 +326,10 @@ class Watchdog:
 def watch(
     trainer: Any, config: DictConfig, clock: Callable[[], float] = time.monotonic, **options: Any
 ) -> Watchdog | None:
-    """Start a watchdog over a verl trainer; call this once, after construction, in the thread that trains.
+    """Start a watchdog for one of verl's trainers; call this once, after construction, in the thread that trains.
 
     Returns:
-        The watchdog, with further ``options``; None if every limit and the check for lost workers are off.
+        The watchdog, constructed with ``options``; None if no limit is set and the check for dead workers is disabled.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.select(config, SECTION) or OmegaConf.create(), resolve=True)
     poll = settings.get("poll")
@@ -350,7 +351,7 @@ def watch(
 
 
 def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
-    """Find the problems of the keys under ``offpolicy.watchdog``; ``extensions``: phases in addition to ``NAMES``."""
+    """Find invalid keys under ``offpolicy.watchdog``; ``extensions`` lists phases in addition to ``NAMES``."""
     settings = OmegaConf.select(config, SECTION)
     if settings is None or (isinstance(settings, DictConfig) and settings.get("phase_timeouts", {}) is None):
         key = SECTION if settings is None else f"{SECTION}.phase_timeouts"
@@ -370,7 +371,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
-    """Wrap the existing methods of ``PHASES`` and, after each call, methods of newly created parts of the trainer."""
+    """Wrap the existing methods of ``PHASES``; after each call, also wrap methods of newly created attributes."""
     wrapped: set[str] = set()
 
     def bind() -> None:
@@ -384,7 +385,7 @@ def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
     def around(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
         def in_phase(*args: Any, **kwargs: Any) -> Any:
-            # verl's auto_await returns a coroutine if its caller is a coroutine, and otherwise runs the coroutine.
+            # verl's auto_await returns a coroutine if its caller is a coroutine; otherwise, it runs the coroutine.
             if of_coroutine and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
                 return in_awaited_phase(*args, **kwargs)
             with watchdog.phase(name):
@@ -427,16 +428,16 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
 
 @contextlib.contextmanager
 def _failing(watchdog: Watchdog) -> Iterator[None]:
-    """Raise the verdict if there is one; after a failure, limit the time for unwinding."""
+    """Raise the verdict if there is one; after any other failure, limit the time for unwinding."""
     try:
         with watchdog.raise_verdict():
             yield
     except BaseException:
         if watchdog.verdict is None:
-            # The clean-up may end this process before the error is reported elsewhere.
+            # The clean-up may end this process before other code reports the error.
             logger.exception("the run has failed.")
         if _in_ray_actor():
-            # The clean-up, for example closing a store, may wait for processes that no longer answer.
+            # The clean-up, for example the closing of a store, may wait for processes that no longer answer.
             watchdog.deadline = watchdog.phases.clock() + watchdog.grace
         elif watchdog.verdict is None:
             watchdog.stop()

@@ -1,1 +1,1 @@
-"""Corrected versions of verl's trainers and task runners, and the checks of their updates."""
+"""Corrected versions of verl's trainers and task runners, with checks of each update."""

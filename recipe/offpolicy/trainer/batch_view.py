@@ -1,7 +1,7 @@
-"""Batch views for add-ons, and rows for the trainer's own forward pass.
+"""Batch views for add-ons, and the rows of extra forward passes in the trainer.
 
-The columns of verl's V0 trainer are padded tensors of a DataProto without padding rows; those of the V1 trainer are
-stored in TransferQueue, nested by row.
+verl's V0 trainer has padded tensors in a DataProto without padding rows. The V1 trainer stores columns in
+TransferQueue, nested by row.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..correction import RolloutStage, Statistic
 from ..extensions.batch_view import check_columns
 
 MEDIA = "multi_modal_inputs"
-"""Column of mappings, one per row, with the inputs other than tokens, for example pixels and their grid."""
+"""Column with one mapping per row for the inputs other than tokens, for example pixels and their grid."""
 ESTIMATES = ("advantages", "returns")
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response."""
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, but would be scored without them or with those of another row."""
+    """A row has images, videos or audio, but would be scored without them or with the inputs of another row."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
-    """Raise an error if a row has ``multi_modal_inputs``, because an extension's rows contain only token ids.
+    """Raise an error if a row has ``multi_modal_inputs``, because the extra forward pass receives only token ids.
 
     Raises:
         MediaError: a row has such inputs.
@@ -52,7 +52,7 @@ def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
 
 
 def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
-    """Repeat text positions over the model's position axes: (L,) or (B, L) to (..., *axes, L)."""
+    """Repeat text positions along the model's position axes: (L,) or (B, L) becomes (..., *axes, L)."""
     shape = (*positions.shape[:-1], *axes, positions.shape[-1])
     return positions.unsqueeze(-2).expand(shape) if axes else positions
 
@@ -60,7 +60,7 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
 def pad_rows(rows: Sequence[Pair], batch: int, ranks: int, config: DictConfig) -> list[Pair]:
     """Repeat rows until the workers can split them in one pass.
 
-    An engine with pipeline stages can require a certain number of micro-batches, so it receives ``batch`` rows.
+    An engine with pipeline stages may require a certain number of micro-batches, so it always receives ``batch`` rows.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     a_rank = 1 if rollout.get("log_prob_use_dynamic_bsz") else rollout.get("log_prob_micro_batch_size_per_gpu")
@@ -72,10 +72,10 @@ def pad_rows(rows: Sequence[Pair], batch: int, ranks: int, config: DictConfig) -
 
 
 def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Build verl's padded columns of rows: prompts are padded on the left, responses on the right.
+    """Build verl's padded columns from rows: prompts are padded on the left, responses on the right.
 
     Args:
-        axes: shape of one token's position: (4,) for models with images, otherwise ().
+        axes: shape of a single token's position, (4,) for models with images, otherwise ().
 
     Example:
         >>> build_padded([([5], [6, 7]), ([8, 9], [1])])["input_ids"]
@@ -99,7 +99,7 @@ def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Te
 
 
 def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
-    """Build the columns of rows as TransferQueue stores them; other columns repeat the first row of ``source``."""
+    """Build nested columns from rows, as in TransferQueue; other columns repeat the first row of ``source``."""
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     template = source[0]
@@ -121,8 +121,8 @@ class HeldBatch:
     Args:
         batch: verl's batch.
         step: the trainer's step.
-        sent: called with the columns that are sent to the workers, for all rows.
-        forward: computes log-probs of (prompt, response) pairs with the trainer's own forward pass, outside the batch.
+        sent: called with the columns of all rows that are sent to the workers.
+        forward: computes log-probs of (prompt, response) pairs with an extra forward pass of the trainer.
         decide: runs the rollout stage of the active correction on the batch.
     """
 
@@ -154,7 +154,7 @@ class HeldBatch:
         raise NotImplementedError
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Replace the groups of all rows that extensions read, and mark the rows whose advantage is 0."""
+        """Replace the groups that extensions read, for all rows, and mark the rows whose advantage is 0."""
         self._groups = list(self._of_real(groups))
         self.silent = self._of_real(torch.tensor(silent))
 
@@ -164,18 +164,19 @@ class HeldBatch:
         return advantages
 
     def _of_real(self, column: Any) -> Any:
-        """Reduce a column to the rows that are not padding."""
+        """Drop the padding rows of a column."""
         return column
 
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""The column that exists after the advantages are computed, and the column that exists after the rollout."""
+"""Columns with a value per response token: the first exists once advantages are computed, the second after the
+rollout."""
 _REWARDS = "token_level_rewards"
-"""Input of the estimator: the scores, minus the KL penalty if the reward includes it."""
+"""Input of the estimator: the scores, minus the KL penalty if it is part of the reward."""
 
 
 class DataProtoBatch(HeldBatch):
-    """One batch of a DataProto; see also ``extensions.add_ons.TrainerBatch``."""
+    """View of a DataProto; see also ``extensions.add_ons.TrainerBatch``."""
 
     batch: DataProto
 
@@ -250,7 +251,7 @@ class DataProtoBatch(HeldBatch):
 
 
 class DataProtoPrompts:
-    """``PromptView`` of the DataProto with the prompts for which the V0 trainer is about to sample responses."""
+    """``PromptView`` of the DataProto of prompts for which the V0 trainer is about to sample responses."""
 
     def __init__(self, prompts: DataProto, step: int) -> None:
         self._prompts = prompts
@@ -277,10 +278,10 @@ SCORES = "rm_scores"
 
 
 class TransferQueueBatch(HeldBatch):
-    """One batch in TransferQueue; see also ``extensions.add_ons.TrainerBatch``.
+    """View of a batch in TransferQueue; see also ``extensions.add_ons.TrainerBatch``.
 
     Attributes:
-        batch: verl's KVBatchMeta, whose metadata includes all columns put so far; verl continues with this object.
+        batch: verl's KVBatchMeta, including the metadata of all columns stored so far; verl continues with this object.
     """
 
     def __init__(self, batch: Any, *arguments: Any, **named: Any) -> None:
@@ -364,7 +365,7 @@ class TransferQueueBatch(HeldBatch):
         return column[self._real]
 
     def _whole(self, column: Tensor) -> Tensor:
-        """Expand a column to all rows, with zeros on padding rows; a per-token column is returned nested."""
+        """Expand a column to all rows, with zeros in padding rows; per-token columns are returned nested."""
         if column.dim() == 1:
             whole = column.new_zeros(len(self.is_padding))
             whole[self._real] = column
@@ -376,7 +377,7 @@ class TransferQueueBatch(HeldBatch):
 
 
 class TensorDictPrompts:
-    """``PromptView`` of the TensorDict with the prompts that the V1 trainer is about to submit."""
+    """``PromptView`` of the TensorDict of prompts that the V1 trainer is about to submit."""
 
     def __init__(self, prompts: TensorDict, step: int) -> None:
         self._prompts = prompts

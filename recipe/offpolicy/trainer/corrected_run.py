@@ -1,6 +1,6 @@
-"""One corrected run, whose methods replace methods of verl's trainer and call the originals.
+"""A corrected run, whose methods replace methods of verl's trainer and call the original methods.
 
-The methods are set on the trainer's instance, so any subclass of verl's trainers works without changes.
+The methods are set on the trainer's instance, so subclasses of verl's trainers need no changes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class CorrectedRun:
-    """The common part of runs with verl's V0 and V1 trainers.
+    """Base class of runs with verl's V0 and V1 trainers.
 
-    Patched functions, unchanged from verl 0.7.1 to 0.9.1: ``METHODS`` and those in ``watchdog.PHASES``.
+    Patched functions, which are the same from verl 0.7.1 to 0.9.1: ``METHODS`` and those in ``watchdog.PHASES``.
 
     Args:
         trainer: verl's trainer, before its constructor has run.
@@ -75,7 +75,8 @@ class CorrectedRun:
         "_save_checkpoint",
         "_load_checkpoint",
     )
-    """Methods of verl's trainer to replace with this object's methods of the same names; a trainer may lack some."""
+    """Methods of verl's trainer that this object's methods of the same names replace; a trainer may lack some of
+    them."""
 
     _count_ranks: Callable[[], int]  # data-parallel ranks of the actor
     _count_updates: Callable[[], int]  # updates of a step
@@ -109,7 +110,7 @@ class CorrectedRun:
 
     @property
     def _step(self) -> int:
-        """The step from which ages are counted: one more than the rollout engine's version of the weights."""
+        """The step from which ages are counted: the version of the rollout engine's weights plus 1."""
         return self.global_steps
 
     @property
@@ -145,14 +146,14 @@ class CorrectedRun:
         return nullcontext() if self._watchdog is None else self._watchdog.phase(name)
 
     def _choose_actor_class(self) -> None:
-        """Let add-ons choose the class of the actor's workers, which verl's trainer has named."""
+        """Let add-ons replace the class of the actor's workers that verl's trainer has chosen."""
         mapping = self.trainer.role_worker_mapping
         if self.add_ons.uses("actor_class"):
             for role in (role for role in ACTORS if role in mapping):
                 mapping[role] = ray.remote(self.add_ons.replace("actor_class", mapping[role].__ray_actor_class__))
 
     def _begin_supervision(self) -> None:
-        """Start the proof and the recording once workers exist, and install the add-ons in their engines."""
+        """Start the proof and the recording once workers exist, and install the add-ons in the workers' engines."""
         composed = Composed(self.config)
         self.shadows, spec = composed.shadows, composed.spec
         self.supervision = Supervision(spec, self.config, self.add_ons)
@@ -179,7 +180,7 @@ class CorrectedRun:
         return decide_rollout(self.correction, self._read_rows(batch), self._step)
 
     def _plan_update(self, batch: Any, count: int) -> tuple[SharedPlan, dict[str, Tensor]]:
-        """Build and announce the plan of one update with ``count`` rows; return it with the columns to send."""
+        """Build the plan of one update with ``count`` rows; return the plan and the columns to send with it."""
         self.add_ons.before_update()
         check_one_mini_batch(self.correction, self.config, count)
         plan, columns = build_plan(
@@ -200,7 +201,7 @@ class CorrectedRun:
     def _estimate_advantages(
         self, view: DataProtoBatch | TransferQueueBatch, estimate: Callable[[], None]
     ) -> dict[str, float]:
-        """Run verl's estimator and the add-ons, without rejected rows if ``baseline=exclude``; return metrics."""
+        """Run verl's estimator and the add-ons, leaving out rejected rows if ``baseline=exclude``; return metrics."""
         if self.correction.baseline == "include":
             self.add_ons.compute_advantages(view, estimate)
             return {}
@@ -215,7 +216,7 @@ class CorrectedRun:
         return groups.metrics
 
     def _judge_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Remove the packets from the workers' metrics of one update, and check them."""
+        """Take this package's reports out of the workers' metrics of one update, and check them."""
         self.add_ons.on_update(metrics, batch)
         if self.supervision.collect(metrics):
             self._hand_over_loss()
@@ -239,7 +240,7 @@ class CorrectedRun:
         """Finish the recording and the extensions when the context exits."""
         with ExitStack() as stack:
             stack.callback(self._close, "an extension", self.add_ons.end)
-            # Workers are killed after this, and the decisive update may not have been written yet.
+            # After a failure, workers are killed, and the update that caused it may not have been written yet.
             failed = stack.enter_context(ExitStack())
             failed.callback(self._finish_recording, AFTER_FAILURE)
             yield stack
@@ -247,7 +248,7 @@ class CorrectedRun:
             stack.callback(self._finish_recording, PATIENCE)
 
     def _finish_recording(self, patience: float) -> None:
-        if "recording" in vars(self):  # a run can end before it has workers
+        if "recording" in vars(self):  # a run may end before it has workers
             self._close("the recording", partial(self.recording.finish, patience))
 
     def _close(self, what: str, end: Callable[[], None]) -> None:
@@ -261,12 +262,12 @@ class CorrectedRun:
         return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
 
     def _check_rewards(self, batch: Any) -> None:
-        """Stop a run if its rewards are not finite, or if the estimator sums its per-token rewards."""
+        """Stop the run if its rewards are not finite, or if the estimator sums its per-token rewards."""
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         self._dense_rewards.check(batch)
 
     def _check_kl_in_reward(self, batch: Any) -> None:
-        """Stop a run if the KL in its rewards is not finite; reads the rewards after the KL was subtracted."""
+        """Stop the run if the KL in its rewards is not finite; reads the rewards after the KL was subtracted."""
         if OmegaConf.select(self.config, "algorithm.use_kl_in_reward"):
             rewards = batch.rows("token_level_rewards")["token_level_rewards"]
             check_rewards(rewards, batch.uids, f"step {batch.step}", BY_KL)
@@ -322,7 +323,7 @@ class CorrectedRun:
         self.add_ons.on_resumed()
 
 
-# Modules are imported on use, because other releases may lack their dependencies.
+# These modules are imported only when needed, because other releases may lack their dependencies.
 
 
 def choose_v0(run: CorrectedRun) -> Iterator[AddOn]:

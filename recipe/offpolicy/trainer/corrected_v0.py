@@ -71,7 +71,7 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
         "rollout_actor_probs_pearson_corr",
     )
 }
-"""verl's metrics of mu and pi_old, for steps in which mu and pi_old cannot be compared."""
+"""Values of verl's metrics that compare mu with pi_old, for steps in which they cannot be compared."""
 
 
 class CorrectedV0(CorrectedRun):
@@ -91,8 +91,8 @@ class CorrectedV0(CorrectedRun):
     def __init__(self, trainer: Any, choose: Callable[[Any], Iterable[AddOn]] = lambda run: ()) -> None:
         super().__init__(trainer, choose)
         self._advantage_metrics: dict[str, float] = {}
-        self._sampled_at: int | None = None  # step of the rollout that was checked but not yet trained on
-        self._scored_seal: Tensor | None = None  # seal of the pi_old that the workers computed last
+        self._sampled_at: int | None = None  # step of the rollout that was checked but not yet used for training
+        self._scored_seal: Tensor | None = None  # checksum of the pi_old that the workers computed last
         self._scored = False  # _compute_old_log_prob has compared this rollout with pi_old
         self._gathered: dict[str, float] | None = None  # metrics of an update inside _update_actor
 
@@ -108,10 +108,10 @@ class CorrectedV0(CorrectedRun):
         return made
 
     def _init_models(self) -> None:
-        """Initialise models in trainers for which Ray calls ``init_workers`` on the class, because they sample
-        elsewhere."""
+        """Initialise the models of a trainer that samples in another process; Ray calls ``init_workers`` of its class,
+        not of the instance."""
         self.verls._init_models()
-        if hasattr(self.trainer, "actor_rollout_wg"):  # in a fork, a method with this name may create other models
+        if hasattr(self.trainer, "actor_rollout_wg"):  # a fork's method with this name may create other models
             self._adopt_workers()
 
     def _adopt_workers(self) -> None:
@@ -123,7 +123,7 @@ class CorrectedV0(CorrectedRun):
         self._hand_over_loss()
         adopt(self.workers, self._update_and_collect)
         around_advantage(self._around_advantage)
-        # Ray calls the class's ``load_checkpoint`` for this trainer, not the instance's.
+        # For this trainer, Ray calls ``load_checkpoint`` of the class, not of the instance.
         if self._samples_elsewhere and (resumed := self._check_resumed()) is not None:
             self._restore_active(resumed)
             self._hand_over_loss()
@@ -193,10 +193,10 @@ class CorrectedV0(CorrectedRun):
         return rows
 
     def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
-        """Seal the rows' current columns in ``tensors``, so that the loss stops the run if it later reads other values.
+        """Store checksums of the columns in ``tensors``, so that the loss stops the run if it later reads other values.
 
         Args:
-            into: receives the seals instead of ``tensors``.
+            into: receives the checksums instead of ``tensors``.
         """
         if self.supervision.wants_sampled and set(_TOKENS) <= set(tensors.keys()):
             seals = build_seals(tensors["responses"], tensors["response_mask"], columns)
@@ -204,7 +204,7 @@ class CorrectedV0(CorrectedRun):
                 (tensors if into is None else into)[key_of(name)] = seal
 
     def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
-        """Compute log-probs at temperature 1 of each row's response."""
+        """Compute log-probs of each row's response at temperature 1."""
         demand_text(batch.non_tensor_batch.get(MEDIA, ()))
         axes = batch.batch["position_ids"].shape[1:-1]
         columns = build_padded(pad_rows(rows, len(batch), self._count_ranks(), self.config), axes)
@@ -248,7 +248,7 @@ class CorrectedV0(CorrectedRun):
         if self.add_ons.uses("on_rollout"):
             self.add_ons.on_rollout(self._view(batch))
         if self.supervision.takes_mu:
-            # The loss chooses its own pi_old; until then, the column contains mu. verl logs the mean entropy of a
+            # The loss computes its own pi_old; until then, the column contains mu. verl logs the mean entropy of a
             # forward pass that does not run here.
             mu = batch.batch[ROLLOUT_LOG_PROBS]
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
@@ -260,7 +260,8 @@ class CorrectedV0(CorrectedRun):
         self._seal(batch.batch, {"old_log_probs": old.batch["old_log_probs"]}, old.batch)
         if self.supervision.wants_sampled:
             if self._scored_seal is not None:
-                # The worker that computed the log-probs sealed them before other code could change them.
+                # The worker that computed the log-probs also computed their checksum, before other code could change
+                # them.
                 old.batch[key_of("old_log_probs")] = self._scored_seal
             rows = batch.batch.select("response_mask", "responses", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
@@ -303,12 +304,12 @@ class CorrectedV0(CorrectedRun):
         finally:
             self._gathered = None
         if self.supervision.takes_mu:
-            # verl has just compared mu with its copy in old_log_probs, and found no difference.
+            # verl has just compared mu with a copy of mu in old_log_probs, so its metrics would show no difference.
             output.meta_info["metrics"].update(NOT_COMPARED)
         return output
 
     def _let_mu_stand_in(self, tensors: TensorDict) -> None:
-        """Replace pi_old with mu if pi_old was computed but the correction does not use it."""
+        """Replace pi_old with mu if the correction does not use the computed pi_old."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
             self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})
@@ -323,8 +324,8 @@ class CorrectedV0(CorrectedRun):
         self._scored = True
 
     def _with_plan(self, batch: Any) -> Any:
-        """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
-        self._read_rows(batch)  # the loss needs the columns that this call adds, even if the plan does not
+        """Add the plan to a batch for the worker group, together with the loss if the actor is a legacy actor."""
+        self._read_rows(batch)  # the loss needs the columns that this call adds, even if the plan does not need them
         tensors = _tensors(batch)
         versions = tensors[VERSIONS]
         plan, columns = self._plan_update(batch, len(batch))
@@ -380,9 +381,9 @@ class CorrectedV0(CorrectedRun):
             super()._hand_over_loss()
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call the workers' ``update_actor`` with the plan, and check the packets in its metrics.
+        """Call the workers' ``update_actor`` with the plan, and check this package's reports in the returned metrics.
 
-        If the caller bypasses ``_update_actor``, this package's metrics are added to the workers' metrics.
+        If the caller did not go through ``_update_actor``, this package's metrics are added to the workers' metrics.
         """
         if self.correction.baseline == "exclude" and not self._advantage_metrics:
             raise LivenessError("correction.baseline=exclude: verl bypassed the hook that removes rejected sequences.")
@@ -401,7 +402,7 @@ class CorrectedV0(CorrectedRun):
 
 
 def build_row_identity(batch: DataProto) -> dict[str, Tensor]:
-    """Build tensor columns of each row's uid and reward, for workers that receive nothing else from the batch."""
+    """Build tensor columns with each row's uid and reward, for workers that receive only tensors."""
     uids = [str(uid).encode() for uid in batch.non_tensor_batch["uid"]]
     width = max(map(len, uids))
     padded = torch.frombuffer(bytearray(b"".join(uid.ljust(width, b"\0") for uid in uids)), dtype=torch.uint8)
@@ -416,7 +417,7 @@ def _tensors(batch: Any) -> TensorDict:
 def _objects(batch: Any, name: str) -> list[Any] | None:
     """Return a non-tensor column's value for each row, from a batch of either kind; None if the column is missing."""
     column = batch.non_tensor_batch.get(name) if isinstance(batch, DataProto) else batch.get(name, None)
-    # The trainer's step, a value of the whole batch, has the same name as a row's version.
+    # The trainer's step, a single value for the batch, has the same name as the column of versions.
     if column is None or (name == VERSION and isinstance(column, NonTensorData)):
         return None
     return list(column) if isinstance(batch, DataProto) else column.tolist()
@@ -434,7 +435,7 @@ def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
 def _versions(batch: Any, step: int) -> Tensor:
     """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
-    If verl does not record them, this trainer is synchronous: it sends the weights to the rollout engine between an
+    If verl does not record versions, the trainer is synchronous: it sends the weights to the rollout engine between an
     update and the next rollout. All rows were therefore sampled by the weights after the previous step.
     """
     # verl 0.8.0 records only one version for a request that is never resumed.

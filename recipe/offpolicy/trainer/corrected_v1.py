@@ -1,4 +1,4 @@
-"""A run with verl's V1 trainer, which sends the loss to the workers and stops unless the loss is proved live.
+"""A run with verl's V1 trainer. It sends the loss to the workers, and stops unless the loss is proved to take effect.
 
 Patched functions in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and
 ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` / ``.compute_log_prob(batch)`` of the actor's worker
@@ -48,13 +48,13 @@ from .batch_view import (
 from .corrected_run import CorrectedRun
 
 OWN_PARTITION = "offpolicy"
-"""Partition of TransferQueue for rows that belong to no batch."""
+"""Partition of TransferQueue for rows that do not belong to any batch."""
 OF_A_FORWARD = ("uid", "position_ids", MEDIA)
 """Columns that workers may read in addition to the token columns."""
 
 
 class CorrectedV1(CorrectedRun):
-    """One run with a V1 trainer of verl, or with a subclass."""
+    """One run with a V1 trainer of verl or a subclass."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
         *CorrectedRun.METHODS,
@@ -96,7 +96,7 @@ class CorrectedV1(CorrectedRun):
     def get_llm_client(self) -> Any:
         client = self.verls.get_llm_client()
         if Composed(self.config).notes_token_versions:
-            # This module is imported on use, because its dependencies may be missing with other releases.
+            # This module is imported only when needed, because other releases may lack its dependencies.
             from ..staleness.client import note_versions
 
             client = note_versions(client)
@@ -144,7 +144,7 @@ class CorrectedV1(CorrectedRun):
         return read_columns(batch, *COLUMNS)
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal the current columns of all rows, so that the loss stops the run if it later reads other values."""
+        """Store checksums of the columns of all rows, so that the loss stops the run if it later reads other values."""
         if self._sealed is None:
             return
         if self._sealed.keys != list(batch.keys):
@@ -153,11 +153,11 @@ class CorrectedV1(CorrectedRun):
         self._sealed.add(columns)
 
     def _seal_stored(self, batch: Any, name: str) -> None:
-        """Seal a column as TransferQueue stores it now."""
+        """Store the checksum of a column as TransferQueue contains it now."""
         self.seal(batch, read_columns(batch, name))
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
-        """Compute log-probs at temperature 1 of each row's response, in temporary rows outside the batch."""
+        """Compute log-probs of each row's response at temperature 1, in temporary rows outside the batch."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
         padded = pad_rows(rows, len(batch.keys), self._count_ranks(), self.config)
@@ -184,13 +184,13 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.wrap("old_log_prob", partial(self._score, metrics=metrics), metrics)(batch)
 
     def _flag(self, batch: Any) -> None:
-        """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata has no flags."""
+        """Set the add-ons' flags in a batch's metadata; needed after each put, which returns metadata without flags."""
         if flags := self.add_ons.batch_flags():
             batch.extra_info.update(flags)
 
     def _score(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.supervision.wants_sampled:
-            # At this point, the trainer first reads these rows, and no other code has been able to change them.
+            # The trainer reads these rows for the first time here, before other code can change them.
             versions = (EXTRA_FIELDS,) if self.correction.reads_token_versions else ()
             with name_missing_column():
                 rows = read_columns(batch, *SAMPLED, *INPUT_COLUMNS, *versions)
@@ -204,7 +204,7 @@ class CorrectedV1(CorrectedRun):
             self.add_ons.on_rollout(view)
             batch = view.batch
         if self.supervision.takes_mu:
-            # The loss chooses its own pi_old; until then, the column contains mu.
+            # The loss computes its own pi_old; until then, the column contains mu.
             return self._put_mu(batch)
         self._flag(batch)
         with self.cost.of_pi_old():
@@ -294,7 +294,7 @@ class CorrectedV1(CorrectedRun):
         return view.batch
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call the workers' ``update_actor``, remove the packets from its metrics and check them."""
+        """Call the workers' ``update_actor``; take this package's reports out of its metrics, and check them."""
         output = update(batch)
         self._judge_update(output["metrics"], batch)
         return output
@@ -306,5 +306,5 @@ def _versions_of(batch: Any) -> dict[str, Tensor]:
 
 
 def _first(batch: Any) -> Any:
-    """Reduce a batch's metadata to its first row."""
+    """Return a batch's metadata with only the first row."""
     return replace(batch, keys=batch.keys[:1], tags=batch.tags[:1])

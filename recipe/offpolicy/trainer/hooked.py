@@ -1,9 +1,9 @@
-"""Hooks on verl's trainers in every process of a corrected run. The launch makes verl import this module.
+"""Hooks verl's trainers in every process of a corrected run. The launch makes verl import this module.
 
 The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
-fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook runs at instance creation, so it also works for
-trainers that do not call ``super().__init__``. A ``CorrectedRun`` sets its methods on the instance. This module imports
-nothing from verl; in a process without a trainer, only the import hooks cost time.
+fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook runs when an instance is created, so it also works
+for trainers that do not call ``super().__init__``. It creates a ``CorrectedRun``, which sets its methods on the
+instance. This module imports nothing from verl, so a process without a trainer only pays for the import hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_patches.deferred import after_import
 from ..fault_tolerance.redaction import redact_streams, redact_text
 
 MODULE = __name__
-"""Module name for VERL_USE_EXTERNAL_MODULES."""
+"""Name of this module, for VERL_USE_EXTERNAL_MODULES."""
 HOOKED = "offpolicy.hooked"
 """Configuration key that only a process with the hooks can resolve."""
 _RESOLVER = "offpolicy_hooked"
@@ -34,7 +34,7 @@ _MARK = "__offpolicy__"
 _installed: set[str] = set()
 logger = logging.getLogger("verl.offpolicy")
 LEVEL = "VERL_LOGGING_LEVEL"
-"""verl's variable for the level of its loggers."""
+"""Environment variable with the level of verl's loggers."""
 
 
 def mark(config: Any) -> None:
@@ -52,7 +52,7 @@ def _register() -> None:
 
 
 def install() -> None:
-    """Hook verl's trainers when their modules are imported. Idempotent."""
+    """Hook verl's trainers as soon as their modules are imported. Idempotent."""
     _register()
     hooks = {_V0: _hook_v0, _V1: _hook_v1, _GROUPS: _hook_groups, _ROLLOUTER: _hook_client}
     hooks |= {module: partial(_hook_workers, module) for module in _WORKERS}
@@ -112,7 +112,7 @@ def _hook_client() -> None:
 
 
 def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
-    """Call ``correct(instance, config)`` for each new instance of ``trainer``; patches the class once."""
+    """Make each new instance of ``trainer`` call ``correct(instance, config)``; the class is patched once."""
     if _MARK in vars(trainer):
         return
 
@@ -126,7 +126,7 @@ def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
 
 
 def _find_config(given: Sequence[Any]) -> Any:
-    """Find the configuration among a constructor's arguments; None if there are no arguments."""
+    """Find the configuration among a constructor's arguments; None if there is none."""
     from omegaconf import DictConfig
 
     return next((each for each in given if isinstance(each, DictConfig) and "trainer" in each), None)
@@ -139,8 +139,8 @@ def _is_ours(config: Any) -> bool:
 
 
 def _correct_v0(trainer: Any, config: Any) -> None:
-    # Ray creates an actor before it calls __init__ with a configuration; a fork may pass the configuration in another
-    # form.
+    # Ray creates an actor before it calls __init__ with a configuration, and a fork may pass the configuration in
+    # another form.
     if trains(type(trainer)) and (config is None or _is_ours(config)):
         from .corrected_run import choose_v0
         from .corrected_v0 import CorrectedV0
@@ -179,7 +179,7 @@ class _Redaction(logging.Filter):
 
 
 def set_up_logger() -> None:
-    """Redact the logger's output, and add a handler if verl's logger has none; idempotent."""
+    """Redact the logger's output, and add a handler if verl's logger has none. Idempotent."""
     if not any(isinstance(each, _Redaction) for each in logger.filters):
         logger.addFilter(_Redaction())
     if logging.getLogger("verl").handlers or logger.handlers:

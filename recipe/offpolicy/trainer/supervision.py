@@ -1,6 +1,6 @@
-"""Supervision of a trainer's updates, with the proof of the correction and the metrics of the last update.
+"""Supervises a trainer's updates: proves the correction, and keeps the metrics of the last update.
 
-The supervision is the same for every trainer, which only provides the batches and metrics.
+Supervision is the same for all trainers; a trainer only provides batches and metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..worker.metrics import take_packets
 logger = logging.getLogger("verl.offpolicy")
 
 AFTER_MOVED = 10
-"""Number of updates between two proofs if bounds have moved since the last proof; bounds can move at each update."""
+"""Number of updates between two proofs if bounds have moved since the last proof; bounds may move at every update."""
 _COARSE = (
     "log-probs reach the loss in 16 bits. Rounding of up to 0.03 nats per token looks like mismatch, and makes masks "
     "with narrow bounds reject tokens. Compute log-probs in float32 in the trainer."
@@ -42,16 +42,16 @@ _COARSE = (
 
 
 class Supervision:
-    """Supervisor that checks each update by the packets that the workers' loss sent.
+    """Checks each update by the reports (packets) that the workers' loss sent.
 
     Args:
         spec: the configured correction.
         config: the composed configuration of the run.
-        add_ons: add-ons, which check their own reports of each update.
+        add_ons: add-ons, each of which checks its own reports on every update.
 
     Attributes:
         proving: True if the active correction has not been proved yet; the next update must prove it.
-        proof: a sentence and the evidence; set if the last update proved the correction.
+        proof: a sentence and the evidence if the last update proved the correction; None otherwise.
         active_correction: the active correction and its bounds.
     """
 
@@ -97,7 +97,7 @@ class Supervision:
         self._sampled_rows = self._samples.check_sampled(rows)
 
     def aligned(self, rows: TensorDict, uids: Sequence[str] | None) -> None:
-        """Compare the rollout's log-probs with the trainer's, see ``rollout_log_probs.RolloutChecker.check_aligned``.
+        """Compare the rollout's log-probs with the trainer's; see ``rollout_log_probs.RolloutChecker.check_aligned``.
 
         Raises:
             AlignmentError: the log-probs are off by one token or belong to other rows.
@@ -106,13 +106,13 @@ class Supervision:
 
     @property
     def takes_mu(self) -> bool:
-        """True if this step runs no forward pass for pi_old and uses mu instead."""
+        """True if this step uses mu as pi_old, without a forward pass."""
         if self._same_engine is not None:
             return self._same_engine.passed
         return self.spec.proximal in WITHOUT_FORWARD
 
     def scored(self, rows: TensorDict, uids: Sequence[str], step: int) -> bool:
-        """Decide from ``rows`` (with the columns in ``ALIGNED``) whether mu may replace pi_old.
+        """Decide whether mu may replace pi_old; ``rows`` contains the columns in ``ALIGNED``.
 
         Returns:
             Whether mu replaces pi_old in this batch and all later ones.
@@ -126,7 +126,7 @@ class Supervision:
         if self._same_engine.largest is not None:
             logger.info(
                 "correction.proximal=same_engine: |mu - pi_old| is at most %.3g nats on every token of step %d, "
-                "within %g; from the next step on, mu is used as pi_old, without a forward pass.",
+                "below the limit of %g. From the next step on, mu is used as pi_old, without a forward pass.",
                 self._same_engine.largest,
                 step,
                 TOLERANCE,
@@ -151,7 +151,7 @@ class Supervision:
     def mark_proof(
         self, plan: SharedPlan, response_mask: Callable[[], Tensor], ranks: Callable[[], int]
     ) -> tuple[SharedPlan, dict[str, Tensor]]:
-        """Mark the rows whose micro-batches the workers must prove at this update.
+        """Mark rows; the workers must prove the correction in the micro-batches of these rows at this update.
 
         Args:
             plan: plan of the update.
@@ -170,13 +170,13 @@ class Supervision:
         return replace(plan, prove=True), {PROVE: drawn}
 
     def collect(self, metrics: dict[str, Any]) -> bool:
-        """Remove the packets of one update from the workers' ``metrics`` and check them.
+        """Take the packets of one update out of the workers' ``metrics``, and check them.
 
         Returns:
             Whether the workers need another loss for the next update, because another correction is active.
 
         Raises:
-            LivenessError: there is no evidence that the configured correction acts.
+            LivenessError: nothing proves that the configured correction takes effect.
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
@@ -233,11 +233,11 @@ class Supervision:
         return switched
 
     def begin_step(self) -> None:
-        """Reset the values of the last step; a step can make several updates."""
+        """Reset the values of the last step, which may have had several updates."""
         self._step = {}
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the merged metrics of all updates since ``begin_step``; empty if there was none."""
+        """Return the merged metrics of all updates since ``begin_step``; empty if there were none."""
         return {f"offpolicy/{name}": value for name, value in self._values(self._step).items()} if self._step else {}
 
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
@@ -249,7 +249,7 @@ class Supervision:
         return values | self._samples.metrics() | self.active_correction.metrics()
 
     def begin(self) -> None:
-        """Reset the values of the last update; an update that bypasses the correction is then detected."""
+        """Reset the values of the last update, so that an update that bypasses the correction is detected."""
         self._statistics = {}
 
     def metrics(self) -> dict[str, float]:
@@ -259,7 +259,7 @@ class Supervision:
             LivenessError: nothing was collected.
         """
         if not self._statistics:
-            raise LivenessError("the update bypassed the correction, because the workers returned none of its metrics.")
+            raise LivenessError("the update bypassed the correction: the workers returned none of its metrics.")
         return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
 
     def _say(self, proved: bool) -> None:
@@ -274,11 +274,11 @@ class Supervision:
 
 
 ENOUGH = 256
-"""Minimum number of response tokens to distinguish copied or shifted log-probs from a coincidence."""
+"""Minimum number of response tokens with which copied or shifted log-probs can be told from a coincidence."""
 
 
 def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
-    """Draw rows of an update: (B,) int64, 1 for a drawn row, 2 for a drawn row whose micro-batch also runs trials.
+    """Draw rows of an update, (B,) int64: 0 if not drawn, 1 if drawn, 2 if its micro-batch must also run trials.
 
     Args:
         tokens: (B,) number of response tokens of each row; the rows of each rank are contiguous.

@@ -79,7 +79,7 @@ def test_ended_in_the_midst_the_previous_one_is_resumed(
     save(tmp_path, 4, until=until)
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "2"
-    assert "checkpoint of step 4 is incomplete; resuming step 2" in caplog.text
+    assert "checkpoint of step 4 is incomplete; resuming from step 2" in caplog.text
     check_before_loading(by_path(tmp_path, 2), SPEC)
 
 
@@ -97,7 +97,7 @@ def test_a_step_that_was_being_written_over_is_not_resumed(tmp_path: Path, caplo
     save(tmp_path, 4, until="data")
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "2"
-    assert "global_step_4: writing it was interrupted; resuming step 2" in caplog.text
+    assert "global_step_4: writing it was interrupted; resuming from step 2" in caplog.text
 
 
 def test_written_over_with_nothing_else_left(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_tracker_without_a_number_is_mended(tmp_path: Path, caplog: pytest.Log
     (tmp_path / TRACKER).write_text("")
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "10"
-    assert "holds no number; resuming step 10" in caplog.text
+    assert "contains no number; resuming from step 10" in caplog.text
 
 
 def test_a_changed_correction_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
