@@ -224,7 +224,7 @@ def own_routes(start: Callable[..., Any], rows: tw.Rollout) -> Tensor:
 MISPLACED = {
     "a row late": (lambda routes: routes.roll(1, 0), "the row after .* off by one row"),
     "a row early": (lambda routes: routes.roll(-1, 0), "the row before .* off by one row"),
-    "layers in another order": (lambda routes: routes[:, [1, 0, 2]], "layer 0 chooses the experts that were shipped"),
+    "layers in another order": (lambda routes: routes[:, [1, 0, 2]], "layer 0 chooses the experts recorded"),
 }
 
 

@@ -326,7 +326,7 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
     """Compare the values that arrived with each column's seal (checksum); None if the plan lists no seals.
 
     Raises:
-        SealError: a seal or a sealed column is missing; or, when fetched, a column has changed.
+        SealError: a seal or a sealed column is missing, or a column has changed (raised when the result is fetched).
     """
     if batch.plan is None or not batch.plan.sealed:
         return None

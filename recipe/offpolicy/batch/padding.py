@@ -146,8 +146,8 @@ def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
     values = values_of(column)
     if layout.tokens is not None and len(values) != layout.tokens:
         raise ValueError(
-            f"{key} in the micro-batch has {len(values)} tokens but the responses have {layout.tokens}: code between "
-            f"rollout and loss truncated or padded one of them."
+            f"{key} in the micro-batch has {len(values)} tokens, but the responses have {layout.tokens} tokens: code "
+            "between rollout and loss truncated or padded one of them."
         )
     return layout.column(values)
 

@@ -103,7 +103,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros from the left, because torch's own shift repeats the sign."""
+    """Logical right shift, which fills with zeros; torch's own shift repeats the sign bit."""
     return (value >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

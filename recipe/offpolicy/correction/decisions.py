@@ -149,7 +149,7 @@ def apply_parts(
     Args:
         keep: tokens that are kept so far.
         dtype: dtype of the weights.
-        advantages, turns: per token, for parts that apply only to some tokens.
+        advantages, turns: per token; needed by parts that apply only to some tokens.
         partition_kept: for ``skyrl_compat``, where a sequence is aggregated only over the tokens that are kept so far.
 
     Example:

@@ -32,7 +32,7 @@ class Problem:
     """A configuration problem: key, value, reason, and the overrides that fix it.
 
     Attributes:
-        key, value: as in Hydra; the key is empty if the reason needs none.
+        key, value: as in Hydra; the key is empty if the reason does not concern a single key.
         reason: a sentence.
         fix: a sentence; if it is empty, the sentence is built from the overrides, if there are any.
         verdict: effect on the corrections that the problem concerns.
@@ -97,7 +97,7 @@ class SpecError(ValueError):
 
     Args:
         reason, fix: sentences; without a fix, the sentence is built from ``proposed``.
-        key, value: as they were given; the key is empty if the reason needs none.
+        key, value: as given by the user; the key is empty if the reason does not concern a single key.
         alongside: other keys that contribute to the problem, with their values.
         proposed: key -> the value that fixes it.
         meant: key -> the value that was probably meant; used like ``proposed``.

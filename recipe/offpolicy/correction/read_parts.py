@@ -173,7 +173,7 @@ def _check_one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: s
             first = sorted(chosen)[0]
             away = first if mapping[first] in (None, "???") else name
             raise SpecError(
-                "delta d means lower=exp(-d) and upper=null; budget means a cutoff for the whole batch.",
+                "delta=d sets lower=exp(-d) and upper=null, and budget sets a cutoff for the whole batch.",
                 "Set delta, or budget, or the two bounds.",
                 key=f"{key}.{name}",
                 value=mapping[name],

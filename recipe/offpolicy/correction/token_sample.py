@@ -173,8 +173,9 @@ def _thresholds(with_age: bool, device: torch.device) -> tuple[tuple[str, ...], 
     """Build the thresholds that sort rows into groups: a row is in the group of the last bound that it exceeds.
 
     Returns:
-        The names of the groups; (G,) int64, the index of the number that is compared: tokens, length, age; (G, 1)
-        float64 bounds; (G, G) float64, which removes from each group the rows above the next bound of the same number.
+        Four values: the names of the G groups; (G,) int64, which number of a row each group compares (0 tokens, 1
+            length, 2 age); the bounds, (G, 1) float64; and a (G, G) float64 matrix that removes from each group the
+            rows above the next bound on the same number.
     """
     lengths = (0, *(most for most in BUCKETS.values() if most is not None))
     of_column = [{"": 0}, dict(zip((f"length/{name}" for name in BUCKETS), lengths, strict=True))]

@@ -219,7 +219,7 @@ def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
     if power is None:
         return None
     if not -1 <= power <= 1 or not power:
-        reason = "expected a power of the token's position, in [-1, 1] and not 0."
+        reason = "expected an exponent for the token's position, in [-1, 1] and not 0."
         raise SpecError.under(key, "by_position", power, reason, proposed={"by_position": 0.5})
     if mapping.get("level") != "prefix":
         raise SpecError.under(

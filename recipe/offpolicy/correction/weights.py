@@ -36,7 +36,7 @@ class WeightSpec(Part):
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
         normalize: divide by the mean over the whole batch: over tokens at token level, otherwise over rows, turns or
             versions. Rejected weights count as 0.
-        by_staleness: factors that multiply |log bound| depending on age, see ``MaskSpec.by_staleness``.
+        by_staleness: factors that multiply |log bound|, one per age, see ``MaskSpec.by_staleness``.
         power, rate: k and lambda of kind ``gamma``, > 0; None for the other kinds.
         by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; only at level
             prefix.

@@ -1,7 +1,7 @@
 """Worker side of the liveness proof: collects evidence from one micro-batch.
 
 ``prove`` compares the gradient that arrives at the log-probs in the engine's own backward pass with weight * keep *
-verl's own gradient. Where mu equals pi_old, even a correction without effect passes this comparison. ``prove``
+verl's own gradient. Where mu equals pi_old, a correction that has no effect would pass this comparison too. ``prove``
 therefore calls the installed loss again with log-probs just inside and just beyond each bound, where the expected
 gradient depends only on the bound. ``proof.verify`` checks the result.
 """

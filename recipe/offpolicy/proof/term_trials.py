@@ -164,7 +164,7 @@ def _keeps(mask: MaskSpec, ratio: Tensor) -> Tensor:
 
 
 def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose p and q of the likeliest tokens beyond and inside each of the correction's bounds; return float32 logs.
+    """Choose log p and log q of the likeliest tokens (float32), with ratios beyond and inside each bound.
 
     Args:
         like: (..., K), shape of the result.

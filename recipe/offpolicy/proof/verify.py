@@ -167,7 +167,7 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
     if used and not used - sampled:
         raise LivenessError(
             f"the update used {used.total()} of the {sampled.total()} sequences that the rollout sampled, and changed "
-            "none of them. Fix: a program with its own fit must drop sequences before compute_log_prob and "
+            "none of them. Fix: a trainer with its own fit() must drop sequences before compute_log_prob and "
             "compute_advantage, and pass a whole batch to one call of update_actor, which verl splits into "
             "mini-batches."
         )

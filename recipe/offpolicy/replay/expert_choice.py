@@ -1,8 +1,8 @@
 """Replaces a router's choice of experts with recorded ids, and checks these ids against the model.
 
-A router of transformers chooses experts with a single ``topk`` over their scores, (tokens, experts). Replay replaces
-the result of ``topk`` with the scores at the given ids. The model still decides how to use these scores (softmax before
-or after, bias, groups, scaling), and gradients reach the gate (R3, Ma et al. 2025).
+A router in the transformers library chooses experts with a single ``topk`` over their scores, (tokens, experts). Replay
+replaces the result of ``topk`` with the scores at the given ids. The model still decides how to use these scores
+(softmax before or after, bias, groups, scaling), and gradients reach the gate (R3, Ma et al. 2025).
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
         if _exceeds(counts[other], counts[place]):
             rows = int(records[layers[place]].count_replayed())
             raise ReplayError(
-                f"layer {layers[place]} chooses the experts that were shipped for layer {layers[other]} in "
-                f"{counts[other]} of {rows} rows, and those shipped for itself in {counts[place]}: so the layers of "
-                "the routes are not in the model's order. Fix: order routes by absolute layer number."
+                f"layer {layers[place]} chooses the experts recorded for layer {layers[other]} in {counts[other]} of "
+                f"{rows} rows, but the experts recorded for itself in only {counts[place]} rows, so the layers of the "
+                "routes are not in the model's order. Fix: order routes by absolute layer number."
             )
 
 
@@ -94,9 +94,9 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
         if _exceeds(shifted, own):
             rows = sum(int(record.count_replayed()) for record in records.values())
             raise ReplayError(
-                f"routers choose the experts that were shipped for the row {where} in {shifted} of {rows} choices, and "
-                f"those of their own row in {own}, so the routes are off by one row. Fix: give each row the routes of "
-                "its input token, not of the token that it predicts."
+                f"routers choose the experts recorded for the row {where} in {shifted} of {rows} choices, but the "
+                f"experts recorded for their own row in only {own} choices, so the routes are off by one row. Fix: "
+                "give each row the routes of its input token, not of the token that it predicts."
             )
 
 
@@ -238,7 +238,7 @@ class ReplayingEngine:
         model: the routers of the engine's module.
         mode: R2 records routes in the forward of pi_old and replays them in updates; R3 replays the rollout engine's
             routes in both.
-        oldest: age in versions of the weights up to which routes are replayed; None: at any age.
+        oldest: largest age, in versions of the weights, at which routes are replayed; None: any age.
     """
 
     def __init__(self, engine: Any, model: RoutedModel, mode: Mode, oldest: int | None = None) -> None:

@@ -152,7 +152,8 @@ class BoundedReplayBuffer(ReplayBufferAsync):
     Args:
         settings: settings of the staleness limit.
         limit: age limit; groups that exceed it are sampled again.
-        tally: object that receives the counts. sample_anew: function that issues prompts again, under new uids.
+        tally: object that receives the counts.
+        sample_anew: function that issues prompts again, under new uids.
         batch: number of prompts per step.
         clock: function that returns seconds.
         kwargs: verl's arguments except threshold and strategy.

@@ -181,7 +181,7 @@ def note_versions(client: LLMServerClient) -> LLMServerClient:
     """Replace verl's client with a client that records versions; any other client is returned unchanged."""
     if type(client) is not FullyAsyncLLMServerClient:
         logger.warning(
-            "the client of the rollout servers is %s: versions of the weights are known only per sequence.",
+            "the client of the rollout servers is %s, so versions of the weights are known only per sequence.",
             type(client).__name__,
         )
         return client

@@ -162,7 +162,7 @@ class StalenessSettings:
 
     @classmethod
     def at(cls, eta: float, **changes: Any) -> StalenessSettings:
-        """Build the default settings with this eta and these changes."""
+        """Build the default settings, with this eta and the given overrides."""
         shipped = read_shipped_defaults("staleness")
         adapt = {**shipped["adapt"], **changes.pop("adapt", {})}
         settings = None if adapt["ess"] is None else AdaptSettings(**adapt)

@@ -343,7 +343,7 @@ def build_loss(
     moving: Mapping[str, Side] | None = None,
     extensions: Mapping[str, WorkerExtension] | None = None,
 ) -> OffPolicyLoss:
-    """Build the loss of a run, ready to be sent to the workers of the engine path."""
+    """Build the loss of a run, which is then sent to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     record = RecordSettings.from_config(config)
     return OffPolicyLoss(spec, actor_config, shadows=shadows, record=record, moving=moving, extensions=extensions)

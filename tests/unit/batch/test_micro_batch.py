@@ -241,7 +241,7 @@ def test_the_plan_knows_ages_of_nested_rows() -> None:
 
 def test_a_column_of_other_length_is_refused() -> None:
     data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
-    with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens but the responses have 3"):
+    with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens, but the responses have 3"):
         pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(data), "advantages")
 
 

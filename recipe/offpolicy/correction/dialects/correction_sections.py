@@ -324,7 +324,7 @@ _RECOMPUTE: Final = "enable_old_logprobs_recompute"
 _FORCED: Final = "force_disable_old_logprobs_recompute"
 _VARIANTS: Final = ("actor_train.pg_variant", "pg_variant")
 _LEVELS: Final = ("importance_sampling", "ratio_type")
-"""Values with which PPO clips the ratio of a row (seq) or of a turn (segment)."""
+"""Keys that set the level of PPO's clipped ratio: a token, a row (seq) or a turn (segment)."""
 
 
 def _convert_roll(options: Options) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def _convert_common(options: Options) -> dict[str, Any]:
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
     of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
     if of_file and (tis or options["use_rs"]) and not (tis and of_mis):
-        fix = "Set use_tis=true, and set custom_tis_function_path to its compute_mis_weights_with_cp."
+        fix = "Set use_tis=true, and set custom_tis_function_path to compute_mis_weights_with_cp of mis.py."
         raise options.refuse(of_file[0], "only mis.py reads this key, and only if use_tis is set.", fix)
     if bypass and tis:
         reason = "with use_rollout_logprobs, pi_old is mu, so a weight would be 1 or would count its ratio twice."

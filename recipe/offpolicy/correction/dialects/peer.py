@@ -134,7 +134,7 @@ class Reading:
         plain: the correction's plain values.
         ignored: keys that correct nothing, but belong to the loss or have a name that suggests a correction, with their
             values.
-        idle: keys of the correction that do not change the translation, with their values.
+        idle: keys of the correction that have no effect on the translation, with their values.
     """
 
     plain: dict[str, Any]
@@ -194,8 +194,8 @@ class Peer:
             ignore: keys or sections, as given, that correct nothing according to the caller.
 
         Raises:
-            SpecError: an unknown key that may concern a correction, a malformed value, a correction without an
-                equivalent here, or a correction that the framework itself would not apply.
+            SpecError: a key is unknown but may concern a correction, a value is malformed, a correction has no
+                equivalent here, or the framework itself would not apply the correction.
         """
         flat = flatten(source, self.name)
         document = {path: value for path, value in flat.items() if self._find(ignore, path) is None}
