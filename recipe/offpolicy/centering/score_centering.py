@@ -201,8 +201,8 @@ class ScoreCentering(LikeliestTokens):
         reports: list[CenteringReport] = take_reports(metrics, REPORT)
         if not reports:
             raise LivenessError(
-                "correction.centering: the update returned no report, so no score was centred. The run uses a "
-                "different worker or engine from the one that computes log-probs of the likeliest tokens."
+                "correction.centering: the update returned no report, so no score was centred. The run uses a worker "
+                "or engine that does not compute log-probs of the likeliest tokens."
             )
         names = ("tokens", "checked", "compared", "bytes")
         tokens, checked, rows, size = (sum(getattr(each, name) for each in reports) for name in names)

@@ -202,7 +202,7 @@ def _read_delta(value: Any, aggregate: str, key: str) -> float:
         reason = "a row is dropped if mean log(mu/pi) > delta, so delta must be a number >= 0, in nats per token."
         raise SpecError.under(key, "delta", value, reason, proposed={"delta": 0.1})
     if delta > EXP_CLAMP and entry.reduce == "mean":
-        reason = f"a mean never exceeds {EXP_CLAMP:g} nats, so the mask never acts."
+        reason = f"a mean never exceeds {EXP_CLAMP:g} nats, so the mask has no effect."
         raise SpecError.under(key, "delta", delta, reason, proposed={"delta": 0.1})
     return delta
 
@@ -217,7 +217,7 @@ def _read_bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[
             key,
             "lower",
             None,
-            "a mask with both sides open never acts.",
+            "a mask with both sides open has no effect.",
             "Set a bound, or remove the mask.",
             alongside={"upper": None},
             proposed=({"lower": usual_lower} if both else {}) | {"upper": usual_upper},
@@ -235,7 +235,7 @@ def _read_bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[
             raise SpecError.under(key, side, bound, reason, proposed={side: usual})
     outermost = lower is None or lower <= (1 if entry.on_ratio and entry.one_sided else entry.least)
     if outermost and (upper is None or upper >= entry.greatest):
-        reason = f"{aggregate} never lies outside these bounds, so the mask never acts."
+        reason = f"{aggregate} never lies outside these bounds, so the mask has no effect."
         raise SpecError.under(key, "lower", lower, reason, alongside={"upper": upper}, proposed={"upper": usual_upper})
     return lower, upper
 

@@ -260,7 +260,7 @@ def _packed_rows(given: dict[str, Tensor]) -> PackedRows:
             continue
         alike = theirs.shape == offsets.shape and here == length
         if alike and (offsets.device.type != "cpu" or torch.compiler.is_compiling()):
-            # This is checked on the device, because reading the result on the host would wait for the device.
+            # This is checked on the device, because reading the result on the host would synchronise with the device.
             torch._assert_async((theirs == offsets).all(), f"rows of {name} and {first} differ in length")
         elif not alike or not torch.equal(theirs, offsets):
             raise ValueError(

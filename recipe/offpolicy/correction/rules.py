@@ -167,7 +167,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
 def _refuse_inert(spec: CorrectionParts, ratio: str, why: str) -> None:
     for name, mask in spec.masks:
         if mask.ratio == ratio and not mask.entry.of_age:
-            key, reason = f"masks.{name}.ratio", f"{why}, so the mask never acts."
+            key, reason = f"masks.{name}.ratio", f"{why}, so the mask has no effect."
             fix = f"Set correction.{key}=full, or correction.proximal=recompute."
             raise _error(key, ratio, reason, fix, alongside={"proximal": spec.proximal}, proposed={key: "full"})
 

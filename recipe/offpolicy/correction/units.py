@@ -226,7 +226,7 @@ def find_applicable(
     log_ratio: Tensor | None = None,
     turns: Tensor | None = None,
 ) -> Tensor:
-    """Find the tokens to which a mask or weight applies, by the sign of row-mean or token advantages, or by turn.
+    """Flag the tokens to which a mask or weight applies, by the sign of the token or row-mean advantage, or by turn.
 
     Args:
         advantages, valid: (B, T), or (N,) packed; advantages may be None for ``post_tool``.

@@ -108,8 +108,8 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
     """
     if not reports:
         raise LivenessError(
-            "routing replay: the update returned no report, so no route was replayed. The run uses a different worker "
-            "or engine from the one that replays routes."
+            "routing replay: the update returned no report, so no route was replayed. The run uses a worker or "
+            "engine that does not replay routes."
         )
     update = merge_reports(reports)
     look = update.first or FirstLook()

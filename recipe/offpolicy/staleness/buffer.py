@@ -191,7 +191,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Check the rows that were finished by the end of ``step``, before the step's weights are sent to the servers.
 
         Raises:
-            StalenessError: a rollout server reports a version newer than the one with which it samples.
+            StalenessError: a rollout server reports a newer version than the version with which it samples.
         """
         self._sync_metadata_from_transfer_queue()
         self._looked = step

@@ -174,7 +174,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     if not reports:
         raise LivenessError(
             "correction.support=engine: the update returned no report, so no support was replayed. The run uses a "
-            "different worker or engine from the one that replays supports."
+            "worker or engine that does not replay supports."
         )
     tokens, known = (sum(getattr(each, name) for each in reports) for name in ("tokens", "known"))
     if tokens and not known:

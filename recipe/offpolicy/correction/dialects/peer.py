@@ -390,7 +390,7 @@ def read_ratio_bound(value: Any, key: str) -> float | None:
         fix = "Set a bound above 0, or null to leave a side open."
         raise SpecError("ratios are positive.", fix, key=key, value=value)
     if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
-        reason = f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so this bound never acts."
+        reason = f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so this bound has no effect."
         fix = f"Set a bound between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}."
         raise SpecError(reason, fix, key=key, value=value)
     return bound
