@@ -125,7 +125,7 @@ def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, uncounted: 
     """Call each side once per round, in alternating order, so that all sides run under the same machine load.
 
     Args:
-        uncounted: number of rounds before the rounds that count; in these, sides import and compile.
+        uncounted: number of warm-up rounds, which are not measured; in these, sides import and compile.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(-uncounted, rounds):

@@ -120,7 +120,7 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Add ``--steps``."""
-    steps = "steps to read: one number, or a range whose start or end may be left out (default: all)"
+    steps = "steps to read: one number, or a range whose start or end may be omitted (default: all)"
     parser.add_argument("--steps", type=read_steps, metavar="FIRST:LAST", help=steps)
 
 

@@ -4,10 +4,10 @@
     python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 1 8  # 12 GB of disk for 1e9
     python scripts/benchmark/analysis.py --tokens 4e6 --step 4e6 --ranks 16 --jobs 1    # one large step
 
-Each recording is drawn in --folder in steps of a quarter of a million tokens, at three million tokens a second, and is
-removed once the tools have read it. The tools run as commands, so their times include the start of Python; each tool
-runs once with each value of --jobs. Memory is the largest total of a tool's processes, with shared pages counted once
-(PSS); memory and CPU time are sampled five times a second.
+Each recording is generated in --folder, in steps of a quarter of a million tokens and at three million tokens per
+second, and is removed after the tools have read it. The tools run as commands, so their times include the start of
+Python; each tool runs once with each value of --jobs. Memory is the largest total of a tool's processes, with shared
+pages counted once (PSS); memory and CPU time are sampled five times a second.
 """
 
 from __future__ import annotations

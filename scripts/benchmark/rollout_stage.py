@@ -100,7 +100,7 @@ def grow(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
 
 
 def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
-    """Measure by how many bytes the memory of a fresh process grows during one call."""
+    """Measure the growth, in bytes, of a fresh process's memory during one call."""
     return harness.run_in_fresh_process(grow, name, shape, options, preload=PRELOAD)
 
 

@@ -60,7 +60,7 @@ class Part:
     Attributes:
         build: returns the call to measure for a given size.
         unit: the unit of its size.
-        bytes: approximate bytes per unit, for inputs and call together; they determine which sizes are left out.
+        bytes: approximate bytes per unit, for inputs and call together; they determine which sizes are skipped.
         of_driver: whether the driver performs this part in each step.
         largest: number of units above which a call takes minutes.
     """

@@ -7,7 +7,7 @@ The number of tokens, including padding, ranges from 2^18 to 2^27, that of rows 
 from 8 to 512. Times are the CPU seconds of one thread in a call. User time, which is spent on the computation, is
 reported separately from system time, which is spent on allocating pages again for each temporary array of more than 32
 MiB; on a GPU, torch keeps these pages. Memory is the peak increase in a fresh process's resident set size during its
-first call, not counting the inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a
+first call, not counting the inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are skipped, with a
 message. The exponent is the slope of log time, or log memory, over log size, for the larger half of the sizes, where
 caches and fixed costs no longer matter; an exponent of 1 means linear growth. The last line adds up the driver's work
 in a step with the most rows and ranks; for comparison, 1 % of a step of 60 s is 0.6 s.
@@ -89,7 +89,7 @@ def measure(names: Sequence[str], largest: int, memory: float) -> list[dict[str,
             needed = part.bytes * size / 2**30
             if size > part.largest or needed > memory:
                 why = "a call would take minutes" if size > part.largest else f"about {needed:.0f} GiB"
-                print(f"{name}: {format_size(size)} {part.unit}s left out, {why}", file=sys.stderr)
+                print(f"{name}: {format_size(size)} {part.unit}s skipped, {why}", file=sys.stderr)
                 continue
             found = run_in_fresh_process(measure_part, name, size, preload=PRELOAD)
             rows.append({"part": name, "unit": part.unit, "size": size, **found, "of_driver": part.of_driver})

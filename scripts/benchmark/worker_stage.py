@@ -6,7 +6,7 @@
 Each micro-batch consists of the model's forward pass, verl's ``ppo_loss`` (A) or the same loss with a correction (B),
 and the backward pass. The packets are pickled after each mini-batch, as verl gathers metrics, so B's statistics are
 measured and fetched after the last mini-batch. Optimizer steps, and the work of verl's engine around a forward pass,
-are left out. The quickstart's correction is on, with statistics and attribution; the proof of the first update is off.
+are excluded. The quickstart's correction is on, with statistics and attribution; the proof of the first update is off.
 A and B take turns, and the side that runs first alternates. Figures are medians: of one thread's CPU seconds on a CPU,
 and of wall seconds between synchronisations on a GPU.
 

@@ -202,8 +202,8 @@ def list_options() -> Iterator[Estimator]:
 def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Measurement:
     """Measure one correction at one setting: E_mu of its gradient over all sequences, as the limit of a large batch.
 
-    A normalised weight is divided by its expectation, and the variance of its estimate is that of its linearisation,
-    w (g - E[w g]) / E[w]. KL terms are left out, because they do not change the policy term.
+    A normalised weight is divided by its expectation, and the variance of its estimate is that of its linearisation, w
+    (g - E[w g]) / E[w]. KL terms are omitted, because they do not change the policy term.
 
     Args:
         turns: number of turns in each sequence, all of equal length.

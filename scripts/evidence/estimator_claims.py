@@ -164,7 +164,10 @@ def gradient_agrees(policies: Policies) -> str:
     by_scores = (policies.pi.sum(-1).exp() * policies.rewards) @ policies.scores.sum(1)
     error = float((by_scores - policies.gradient).norm() / policies.gradient.norm())
     require(error < 1e-12, f"sum pi R grad log pi differs from autograd's grad J by {error:.1e}, relative")
-    return f"The true gradient by scores equals the one by automatic differentiation (relative error {error:.1e})."
+    return (
+        f"The true gradient computed from scores equals that computed by automatic differentiation (relative error "
+        f"{error:.1e})."
+    )
 
 
 def on_policy_is_unbiased(policies: Policies) -> str:
@@ -224,7 +227,7 @@ def clip_fractions(policies: Policies) -> str:
 
     separated, merged = fraction("ppo"), fraction("full")
     require(separated == 0.0, f"at pi = pi_old the clip of pi / pi_old acts on a share of {separated:.3g} of tokens")
-    require(merged > 0.0, "with mu != pi_old the clip of pi / mu acts on no token")
+    require(merged > 0.0, "with mu != pi_old the clip of pi / mu does not act on any token")
     return f"At pi = pi_old the clip fraction of pi / pi_old is exactly 0, that of pi / mu is {merged:.3f}."
 
 

@@ -155,7 +155,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def page(scores: ArrayLike) -> float:
-    """Compute the p value of a falling trend by Page's L (Page 1963), from ``DRAWS`` permutations within seeds.
+    """Compute the p value of a falling trend with Page's L test (Page 1963) and ``DRAWS`` permutations within seeds.
 
     Args:
         scores: (seeds, levels), outcomes that are expected to fall with the level.
@@ -174,7 +174,7 @@ def draw_levels(
 
     Args:
         levels: level -> value of each seed.
-        ordered: all levels in order; levels that ``levels`` lacks are left out of the line.
+        ordered: all levels in order; levels that are not in ``levels`` are omitted from the line.
         middle: function that computes the mean or the median, from numpy.
         look: colour and label of the line.
     """

@@ -148,7 +148,7 @@ def _undo(options: argparse.Namespace) -> int:
     copying.require_repository(root)
     manifest = copying.read_manifest(root)
     if manifest is None:
-        _say(f"{root}: nothing to undo, there is no {copying.MANIFEST}")
+        _say(f"{root}: nothing to undo, because there is no {copying.MANIFEST}")
         return DONE
     plan = copying.plan_undo(root, manifest)
     if not options.dry_run:

@@ -172,8 +172,8 @@ def map_steps(
     """Yield the result of ``work`` for each step, in order, with a progress bar.
 
     Args:
-        work: a module-level function, or a partial of one, that receives one step, once for each correction that acted
-            in it.
+        work: a module-level function, or a partial of one, that receives one step, once for each correction that was
+            active in it.
         steps: a recording, or separate steps in memory; the latter are processed only in this process.
         what: name of the work, for the progress bar.
         in_pieces: whether to pass a large step of a recording to ``work`` piece by piece; see ``Recording.pieces``.

@@ -182,7 +182,7 @@ def print_sections(sections: Sections) -> None:
 
 
 def render_page(title: str, sections: Sections, subtitle: str = "", refresh: int = 0) -> str:
-    """Render a page, with the scripts of its panels if it has any; sections without blocks are left out.
+    """Render a page, with the scripts of its panels if it has any; sections without blocks are omitted.
 
     Args:
         title: title and heading of the page.

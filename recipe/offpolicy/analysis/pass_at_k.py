@@ -319,7 +319,7 @@ def rank_checkpoints(
     own, drawn = (_fit if by == "fit" else _average)(counts, k, weights, by, stopping)
     few = len(order) < LEAST_PROMPTS
     if dropped := max(len(each.prompts) for each in checkpoints) - len(order):
-        notes.append(f"{dropped} prompts are left out, because some checkpoints did not answer them.")
+        notes.append(f"{dropped} prompts are excluded, because some checkpoints did not answer them.")
     if few:
         notes.append(f"{len(order)} prompts are too few to separate checkpoints; at least {LEAST_PROMPTS} are needed.")
     differences, errors, width = _compare(own, drawn)

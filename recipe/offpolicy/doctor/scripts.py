@@ -66,7 +66,7 @@ def _propose_values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
     left = [each for each in unknowns if not each.variable and not each.unset]
     keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
     values = " ".join(f"{key}=VALUE" for key in keys)
-    return [f"to check the launch with values of your own, add {values} after --script {script}"] if keys else []
+    return [f"to check the launch with your own values, add {values} after --script {script}"] if keys else []
 
 
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")

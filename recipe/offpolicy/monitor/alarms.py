@@ -359,7 +359,8 @@ class StaleRowsWatch:
         self._low = self._low + 1 if kept < LEAST_KEPT else 0
         if self._low == IN_A_ROW:
             logger.warning(
-                "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds that "
+                "the correction keeps %.3f of the tokens that were sampled with older weights, %d in this update: "
+                "bounds that "
                 "were chosen for two engines with equal weights reject stale sequences. Use %s instead, or calibrate "
                 "the bounds on "
                 "a recording.",

@@ -94,7 +94,7 @@ _DISTANCE = "a multiple of the configured bound's distance from agreement"
 
 
 def _build_rule(name: str) -> Rule:
-    """Build the rule that reports the key with this name as unused if no target is set."""
+    """Build the rule that reports this key as unused if no target is set."""
     return Rule(
         name,
         lambda values: not _is_on(values) and values[name] != DEFAULTS[name],
@@ -204,7 +204,7 @@ def _explain_immovable(mask: MaskSpec, side: Side) -> str:
         if getattr(mask, name) is not None:
             return f"{name} gives each {each} its own bound, but distances are measured from a single bound."
     zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
-    at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
+    at = f" ({' and '.join(zero)} is at the point of agreement, so a factor cannot move it)" if zero else ""
     return f"the mask has no bound that could move with side={side}{at}."
 
 

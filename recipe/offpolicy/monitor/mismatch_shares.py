@@ -12,7 +12,7 @@ k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the toke
 sampling in the trainer's engine), the increase from that value to KL(mu, pi_old), and the further increase to KL(mu,
 pi).
 
-Backend of stale tokens: verl does not keep a trainer forward pass under the weights that sampled these tokens, so the
+Backend of stale tokens: verl does not run the trainer's forward pass with the weights that sampled these tokens, so the
 backend's part is not observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability.
 Within a bin of probability, the backend's part is assumed to be independent of staleness and drift. With too few fresh
 tokens, backend and staleness are *not identified* and are None; their sum, the rollout's share, is always identified.

@@ -55,7 +55,7 @@ class StepCost:
         self._bytes += len(pickle.dumps(handed))
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
-        """Add further columns of all rows that are sent."""
+        """Count additional columns that are sent for all rows."""
         self._bytes += sum(count_bytes(column) for column in columns.values())
 
     def metrics(self) -> dict[str, float]:

@@ -176,12 +176,12 @@ class Composed(Configured):
 
     @cached_property
     def replay(self) -> ReplaySettings | None:
-        """Routing replay on FSDP; None if nothing is replayed."""
+        """Routing replay on FSDP; None if routes are not replayed."""
         return None if self.router_replay is None else ReplaySettings.from_config(self.config, self.path)
 
     @cached_property
     def support(self) -> SupportSettings | None:
-        """Replay of the support of truncated sampling; None if nothing is replayed."""
+        """Replay of the support of truncated sampling; None if supports are not replayed."""
         return None if self.get(SUPPORT) is None else SupportSettings.from_config(self.config)
 
     @cached_property
@@ -260,7 +260,7 @@ class ProximalChoice:
 
     Attributes:
         proximal: ``reuse`` or ``recompute``.
-        said: the reason, in one line; empty if there is nothing to choose, as with several gradient steps per batch.
+        said: the reason, in one line; empty if there is no choice, as with several gradient steps per batch.
     """
 
     proximal: Literal["reuse", "recompute"]
@@ -288,8 +288,8 @@ def read_correction(run: Composed) -> Any:
 def choose_proximal(run: Composed) -> ProximalChoice:
     """Choose ``reuse`` or ``recompute`` for a run whose shadows and fallbacks are already resolved.
 
-    With one gradient step per batch, the weights that would compute pi_old are the weights of that step. According to
-    the sources of verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the FSDP engine and the legacy FSDP
+    With one gradient step per batch, pi_old would be computed with the same weights as that step. According to the
+    sources of verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the FSDP engine and the legacy FSDP
     actor, the same function computes both log-probs, for the same rows in the same order, and in the same micro-batches
     if both passes have the same micro-batch settings. This function tests for every other possible difference between
     the log-probs, and treats anything unknown as a difference.

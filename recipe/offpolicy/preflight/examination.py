@@ -173,9 +173,13 @@ def describe_part(part: WeightSpec | MaskSpec) -> str:
     when = "" if part.when == "any" else f", {part.when}"
     if isinstance(part, MaskSpec) and part.entry.of_age:
         return f"{part.level}, at most {part.upper:g} versions old{when}"
-    factors = "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"
+    factors = (
+        ""
+        if part.by_staleness is None
+        else (f", |log bound| multiplied by {format_value(list(part.by_staleness))} by age")
+    )
     if part.by_position is not None:
-        factors = f", |log bound| times position^{part.by_position:g}"
+        factors = f", |log bound| multiplied by position^{part.by_position:g}"
     names = ("lower", "upper", "delta", "budget")
     bounds = format_bounds({name: getattr(part, name) for name in names if hasattr(part, name)})
     kind = "" if isinstance(part, WeightSpec) and part.aggregate == "product" else f" {part.aggregate}"

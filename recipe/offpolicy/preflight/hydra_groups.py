@@ -260,7 +260,7 @@ def _to_plain(overrides: Any) -> list[str]:
 
 
 def _build_repository() -> ConfigRepository:
-    """Build a repository of all config sources; Hydra's own repository leaves out ``hydra.searchpath``."""
+    """Build a repository of all config sources; Hydra's own repository does not include ``hydra.searchpath``."""
     search_path = ConfigSearchPathImpl()
     for source in HydraConfig.get().runtime.config_sources:
         search_path.append(source.provider, f"{source.schema}://{source.path}")

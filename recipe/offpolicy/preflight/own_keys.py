@@ -289,7 +289,7 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
             meant = _find_joined(first, rest)
         if meant is None or not (group or meant is _SET_BY_OPTIONAL or _is_distinct(tail, meant, start)):
             continue
-        reason = f"{'an added' if sign else 'a'} key that is unused {'at the top' if start == 0 else 'there'}"
+        reason = f"{'this added' if sign else 'this'} key is unused {'at the top level' if start == 0 else 'there'}"
         plain = start > 0 and not group and not rest and "_" not in meant[-1] and not list_paths().get(meant)
         return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
     return None

@@ -1,9 +1,9 @@
 """A recorded run is a directory with one file per update and rank, and with a card that describes the run.
 
 Under ``proximal=bypass``, the recorded column of pi_old is mu; under ``loglinear``, it is a mixture of mu and pi. The
-distance of this column from mu therefore says nothing about the engines. At the first gradient step of a step, pi is
-still computed with the weights from the step's start, so pi is read instead of pi_old. At later gradient steps, pi has
-changed and cannot replace pi_old.
+distance of this column from mu therefore says nothing about the engines. At the first gradient step of a training step,
+pi is still computed with the weights from the step's start, so pi is read instead of pi_old. At later gradient steps,
+pi has changed and cannot replace pi_old.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Recording:
     def pieces(self, step: int) -> Iterator[list[Step]]:
         """Yield ``step`` in pieces: single files, or successive files of at most ``largest`` bytes in total.
 
-        A piece contains one Step per correction that acted in it, in the order of the updates.
+        A piece contains one Step per correction that was active in it, in the order of the updates.
 
         Raises:
             RecordingError: see ``iterate_parts``.
@@ -190,7 +190,7 @@ class Recording:
         yield list(join_alike(_drain(group)))
 
     def corrections(self, step: int) -> list[Step]:
-        """Read ``step`` of all ranks together: one Step per correction that acted, in the order of the updates.
+        """Read ``step`` of all ranks together: one Step per active correction, in the order of the updates.
 
         Raises:
             RecordingError: see ``iterate_parts``.
@@ -201,12 +201,12 @@ class Recording:
         """Read ``step`` of all ranks and updates together.
 
         Raises:
-            RecordingError: see ``iterate_parts``; or several corrections acted in the step (use ``corrections``).
+            RecordingError: see ``iterate_parts``; or several corrections were active in the step (use ``corrections``).
         """
         found = self.corrections(step)
         if len(found) > 1:
             fix = f"Read them separately: Recording.corrections({step})."
-            raise RecordingError(f"{self.directory}: {len(found)} corrections acted in step {step}. {fix}")
+            raise RecordingError(f"{self.directory}: {len(found)} corrections were active in step {step}. {fix}")
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:

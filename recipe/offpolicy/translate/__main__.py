@@ -19,7 +19,7 @@ trl (from 1.6.0 on) and verl; they print that framework's section in YAML.
 
 A correction that the target cannot express, or an unknown key that may belong to one, leads to an error that names the
 key. Keys that belong to the loss, or merely resemble keys of a correction, are listed on standard error. --ignore KEY,
-which may be repeated, declares that an unknown key corrects nothing.
+which may be repeated, declares that an unknown key is not part of a correction.
 
 Exit status: 0, or 2 if a file or an argument is invalid, or something cannot be expressed.
 """
@@ -101,7 +101,7 @@ def translate(
     Overrides are for verl's own programs. Overrides translated from verl also switch verl's own correction off.
 
     Args:
-        ignored: unknown keys that correct nothing.
+        ignored: unknown keys that are not part of a correction.
 
     Returns:
         The translation as text, and remarks on keys of the document.
@@ -172,7 +172,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
     parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="KEY", help="ignore this key, which corrects nothing"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="ignore this key, which is not part of a correction",
     )
     return parser
 

@@ -149,7 +149,7 @@ def _of_row_means(prefixes: Sequence[str], row_means: Numbers, *, ideal: float) 
 
 
 def _named(prefixes: Sequence[str], columns: Mapping[str, Numbers]) -> Metrics:
-    """Name one metric for each prefix and column, from (m,) values."""
+    """Build one metric for each prefix and column, from (m,) values."""
     return {
         f"{prefix}_{name}": value
         for name, values in columns.items()

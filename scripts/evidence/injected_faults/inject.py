@@ -136,7 +136,7 @@ class StaleWeights:
 
 
 class LateWeights:
-    """A ring buffer of weights: each call returns those of ``behind`` calls ago; until then, the first ones."""
+    """A ring buffer of weights: a call returns the weights from ``behind`` calls ago, at first the oldest weights."""
 
     def __init__(self, behind: int) -> None:
         self._ring: deque[list[tuple[str, Tensor]]] = deque(maxlen=behind + 1)
@@ -228,7 +228,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "routers": (_SENDER, functools.partial(_round, ".mlp.gate.weight")),
     "cache": (_ENGINE, _cache),
 }
-"""Name -> the module for which the fault waits, and the action that the fault then takes in this module."""
+"""Name -> the module whose import triggers the fault, and the function that then installs the fault."""
 
 if NAME in FAULTS:
     after_import(*FAULTS[NAME])

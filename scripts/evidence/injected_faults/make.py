@@ -48,7 +48,7 @@ LIMIT = 600.0
 MERGES = 60
 """Number of most frequent letter pairs that become tokens, in addition to the quickstart's single bytes."""
 DROPOUT = 0.4
-"""Share of merges that are randomly left out in the demonstrations, so that the model spells with long and with short
+"""Share of merges that are randomly skipped in the demonstrations, so that the model spells with long and with short
 tokens."""
 
 
@@ -171,7 +171,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
 
 
 def keep(recording: Path, target: Path, case: FaultCase) -> None:
-    """Write the part that tests read, with a card that names the injected fault and nothing about this machine."""
+    """Write the part that tests read; its card names the injected fault, but contains nothing about this machine."""
     source = Recording(recording)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)

@@ -101,7 +101,7 @@ def test_what_cannot_be_compared_is_refused_and_few_prompts_separate_nothing() -
     found = rank_checkpoints([one, counts(2, [4] * 4, [0] * 4)], 1)
     assert [each.may_be_best for each in found.places] == [True, True]
     assert found.notes[:-1] == (
-        "1 prompts are left out, because some checkpoints did not answer them.",
+        "1 prompts are excluded, because some checkpoints did not answer them.",
         "3 prompts are too few to separate checkpoints; at least 10 are needed.",
     )
 

@@ -183,7 +183,7 @@ BY_AGE = {"by_staleness": [1.0, 2.0]}
         (spec(gsm=GSM, m2po=M2PO), {"of": ["m2po"]}, "budget computes a cutoff per batch"),
         (spec(gsm=GSM, stale=STALE), {"of": ["stale"]}, "an age is a whole number of versions"),
         (spec(TIS | BY_AGE), {"target_kept": None, "target_ess": 0.9}, "by_staleness=[1.0,2.0] gives each age its own"),
-        (spec(opsm=opsm(0.0)), {"of": ["opsm"]}, "lower is at agreement, and moves by factors"),
+        (spec(opsm=opsm(0.0)), {"of": ["opsm"]}, "lower is at the point of agreement"),
         (replace(spec(opsm=opsm(0.1)), proximal="bypass"), {}, "backend noise cannot be distinguished from drift"),
         (replace(spec(gsm=GSM), skyrl_compat=True), {}, "skyrl_compat=true applies masks one after another"),
     ],

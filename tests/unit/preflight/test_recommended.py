@@ -66,7 +66,7 @@ def test_a_run_that_keeps_no_stale_token_says_so_once(caplog: pytest.LogCaptureF
             watch.see(one)
             warned.append(len(caplog.records))
     assert warned == [0, 0, 0, 1, 1]
-    assert "keeps 0.000 of the tokens that older weights sampled, 1000 in this update" in caplog.text
+    assert "keeps 0.000 of the tokens that were sampled with older weights, 1000 in this update" in caplog.text
     assert LINE in caplog.text
     young = StaleRowsWatch()
     for values in [update(0.0, tokens=50.0)] * 5 + [{}] * 5:

@@ -38,12 +38,12 @@ from .worst_examples import WorstRow, WorstToken, build_examples, find_worst, lo
 
 
 def has_stale_tokens(rows: Rows) -> bool:
-    """Check whether any token is recorded as stale."""
+    """Return True if any token is recorded as stale."""
     return bool(((rows.token_staleness > 0) & rows.response_mask).any())
 
 
 def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:
-    """Check whether stale weights were found even though no token is recorded as ``stale``."""
+    """Return True if stale weights were found although no token is recorded as ``stale``."""
     return not stale and any(cause.name == STALE and cause.verdict == "present" for cause in causes)
 
 
@@ -128,7 +128,7 @@ def summarize_rows(rows: Rows, seed: tuple[int, ...], *, worst: int, left_out: i
     Args:
         rows: rows with log pi_old under the trainer's own weights.
         seed: seed of the bootstrap draws.
-        worst: number of tokens, and number of rows, to list.
+        worst: number of worst tokens, and of worst rows, to list.
         left_out: number of further rows whose pi_old is unknown.
     """
     cells, loss = sum_cells(rows)
@@ -225,7 +225,7 @@ def attribute(
     Args:
         steps: first and last step to read; None reads all steps, and a last step of None reads to the end of the
             recording.
-        worst: number of tokens, and number of rows, to list.
+        worst: number of worst tokens, and of worst rows, to list.
         jobs: the processes that read the steps.
         tokenizer: folder of the tokenizer that converts token ids to text; if empty, the recorded model's tokenizer.
 

@@ -168,7 +168,7 @@ def _build_rows_table(attribution: Attribution) -> Table:
 
 
 def format_verdict(attribution: Attribution) -> str:
-    """Format the causes found, or a sentence if none was found, and the number of rows left out."""
+    """Format the causes, or a sentence if there are none, and the number of rows that were excluded."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):

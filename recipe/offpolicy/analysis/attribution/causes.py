@@ -1,7 +1,7 @@
 """Search for the causes of a mismatch between mu and pi_old: a sequence of tests over recorded tokens.
 
 Misalignment is tested first, because log-probs that belong to the wrong tokens invalidate all other tests. Re-tokenised
-turns and stale steps are then left out, so that the remaining tests cover only the backend: temperature, truncated
+turns and stale steps are then excluded, so that the remaining tests cover only the backend: temperature, truncated
 sampling, extra vocabulary and numerics.
 """
 

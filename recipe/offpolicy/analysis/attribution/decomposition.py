@@ -367,7 +367,7 @@ class Bucket:
 
 
 def build_profiles(cells: pl.DataFrame, *, drift: bool = True) -> dict[str, list[Bucket]]:
-    """Build each profile from cells by all profiles: name of the profile -> its non-empty buckets, in order.
+    """Build each profile from cells grouped by all profiles: name of the profile -> its non-empty buckets, in order.
 
     Args:
         drift: whether drift is identified.

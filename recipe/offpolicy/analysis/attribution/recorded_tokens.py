@@ -88,13 +88,13 @@ def select_scored_rows(parts: Iterable[Step]) -> tuple[Rows, int]:
 
 
 def describe_left_out(left_out: int) -> str:
-    """Describe the rows that are left out of an attribution; empty if there are none."""
+    """Describe the rows that are excluded from an attribution; empty if there are none."""
     reason = "drift is not identified. Record with correction.proximal=recompute to include them."
-    return f"{left_out} rows of later gradient steps are left out, and {reason}" if left_out else ""
+    return f"{left_out} rows of later gradient steps are excluded, and {reason}" if left_out else ""
 
 
 def describe_none_scored(left_out: int) -> str:
-    """Explain why nothing can be attributed if all rows are left out, and suggest a fix, without a final full stop."""
+    """Explain why nothing can be attributed if all rows are excluded, and suggest a fix, without a final full stop."""
     reason = "no row belongs to the first gradient step of a training step. Record with correction.proximal=recompute"
     return f"{left_out} rows are recorded, but {reason}"
 
@@ -281,7 +281,7 @@ def sum_probabilities(sampled: SampledTokens) -> tuple[Array, Array, Integers]:
     """Sum the probabilities of the distinct sampled tokens of each context.
 
     Returns:
-        The sums under mu and under pi_old, and the cluster, of each context: (contexts,) each.
+        For each context, the sum under mu, the sum under pi_old, and the cluster: (contexts,) each.
     """
     index = _find_distinct_tokens(sampled)
     _, first, place = np.unique(sampled.context[index], return_index=True, return_inverse=True)

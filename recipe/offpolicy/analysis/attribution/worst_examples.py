@@ -85,7 +85,7 @@ class WorstToken:
         count: number of rows of the same step that sampled this token after the same ids; the copy with the largest k3
             is shown.
         mu, old, pi: log-probs.
-        share: share of these rows' tokens together in the sum of k3(log pi/mu) over all tokens.
+        share: share of the sum of k3(log pi/mu) over all tokens that comes from these rows' tokens.
         before, token, after: escaped text, or ids.
     """
 
@@ -115,7 +115,7 @@ class WorstRow:
             shown.
         k3: mean per token.
         log_ratio: sum of log pi/mu, nats.
-        share: share of these rows together in the sum of k3 over all rows.
+        share: share of the sum of k3 over all rows that comes from these rows.
         text: the beginning of the escaped text, or ids.
     """
 

@@ -227,8 +227,8 @@ def estimate_noise_floor(
         advice = "" if smaller is None else f", or pass --floor-quantile {smaller:g} to calibrate"
         raise NotIdentifiedError(
             key,
-            f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
-            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent rows, but a bound of "
+            f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old correspond to "
+            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent rows, but a bound on "
             f"the {share:g}-quantile of the noise needs {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}.",
             smaller,

@@ -188,7 +188,7 @@ def find_bound_for_kept_share(
 
 
 def _compute_reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
-    """Compute the radius of each value, in the precision in which masks compare; -inf for a value without a radius."""
+    """Compute the radius of each value at the precision that masks use; -inf for a value without a radius."""
     reaches = []
     for name, reach in values.items():
         if name in ("lower", "upper") and part.on_ratio:

@@ -224,7 +224,7 @@ class CalibrationResult:
         confidence: confidence level of every interval.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals treat the other rows as independent.
-        nonfinite: number of tokens that parts on pi leave out because the token's log pi is not finite.
+        nonfinite: number of tokens that parts on pi exclude because the token's log pi is not finite.
     """
 
     spec: CorrectionSpec

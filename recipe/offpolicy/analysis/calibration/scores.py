@@ -234,7 +234,7 @@ def compute_scores(
 def _score_step(
     spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
 ) -> _StepScores | None:
-    """Compute the units of a step, which is passed once for each correction that acted in it; None without rows."""
+    """Compute the units of a step, which is passed once for each active correction; None without rows."""
     pieces: dict[str, list[Scores]] = {part.key: [_NO_UNIT] for part in parts}
     states: list[RowState] = []
     prompts: list[NDArray[np.uint64]] = []
@@ -285,7 +285,7 @@ def _score_rows(
 
 
 def read_recorded_spec(step: Step) -> CorrectionSpec:
-    """Read the correction that acted at ``step`` from its metadata.
+    """Read the correction that was active at ``step`` from the step's metadata.
 
     Raises:
         RecordingError: the metadata of the step's file does not contain a valid correction.

@@ -37,7 +37,8 @@ class StepNumbers:
         length_right, length_wrong: mean T of responses with a reward of at least 1, and of responses with a lower
             reward.
         kl: KL(mu, pi_old) by k3, in nats per token, over the ``compared`` tokens.
-        kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown), and their number.
+        kl_fresh, fresh_tokens: KL over tokens sampled with fresh weights (staleness 0 or unknown), and the number of
+            these tokens.
         copied: whether mu equals pi_old bit for bit at all ``compared`` tokens.
         drift: mean |log pi - log pi_old|, nats per token; NaN if a response is ``unscored``.
         staleness: mean over rows whose versions are known.
@@ -90,7 +91,7 @@ class Timeline:
 
     Attributes:
         reasons: each part that rejected tokens -> the share of all response tokens that this part rejected on its own.
-        correction: plain values of the correction that acted at the last step.
+        correction: plain values of the correction that was active at the last step.
         changed: steps whose correction differs from that of the step read before them.
     """
 
@@ -110,7 +111,7 @@ class Timeline:
 
     @property
     def is_stale(self) -> bool:
-        """True if older weights sampled some rows."""
+        """True if some rows were sampled with older weights."""
         return bool(np.nanmax(self.get_column("staleness"), initial=0.0) > 0)
 
     @property
@@ -139,7 +140,7 @@ class Part:
 
 
 def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
-    """Build the timeline, one step in memory at a time; a step without recorded rows is left out.
+    """Build the timeline, one step in memory at a time; a step without recorded rows is skipped.
 
     Args:
         steps: a recording, or steps in memory.

@@ -37,7 +37,7 @@ T = TypeVar("T")
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
 DEFAULT = ("correction=[tis_token,gsm]",)
-"""The correction to calibrate for rows that the current weights sampled; its weight and masks are added if the run had
+"""The correction to calibrate for rows sampled with the current weights; its weight and masks are added if the run had
 none. For stale rows, the recommended correction is used instead."""
 COMPARED = (
     ("correction=tis_token",),
@@ -90,8 +90,8 @@ def run_studies(
     """Run all three tools over all steps.
 
     Args:
-        recorded: the correction that acted at the last step.
-        stale: whether older weights sampled some rows, according to the recorded versions.
+        recorded: the correction that was active at the last step.
+        stale: whether some rows were sampled with older weights, according to the recorded versions.
         spec: overrides of the correction that is calibrated. If empty, the recorded correction is calibrated; missing
             parts are taken from ``DEFAULT``, or from the correction that is recommended for stale rows.
         jobs: the processes that read the steps.
@@ -184,9 +184,9 @@ def build_answers(
     """Build the lines of the verdict.
 
     Args:
-        spec: the correction that acted at the last step.
+        spec: the correction that was active at the last step.
         proof: the liveness proof, as recorded; empty if there is none.
-        studies: results of the tools; if None, the lines that need these results are left out.
+        studies: results of the tools; if None, the lines that need these results are omitted.
     """
     return (
         answer_liveness(spec, proof),
@@ -235,7 +235,7 @@ def _mismatch(timeline: Timeline) -> tuple[str, str]:
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
     if unscored:
         end += (
-            f" {unscored:,} rows of later gradient steps are left out, because the trainer's pi_old was not recorded."
+            f" {unscored:,} rows of later gradient steps are excluded, because the trainer's pi_old was not recorded."
         )
     if _is_copied(timeline):
         same = (
@@ -249,8 +249,8 @@ def _mismatch(timeline: Timeline) -> tuple[str, str]:
     answer = f"KL(mu, pi_old) {_average(fresh, counts):.2g} nats per token"
     if not timeline.is_stale:
         return answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
-    because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {describe_trend(fresh, 'nats')}. "
-    return answer, f"{because}With stale rows, sampled by older weights, the mean is {mean:.2g}.{end}"
+    because = f"Mean over {int(counts.sum()):,} tokens sampled with fresh weights; {describe_trend(fresh, 'nats')}. "
+    return answer, f"{because}With stale rows, which were sampled with older weights, the mean is {mean:.2g}.{end}"
 
 
 def _average(values: Floats, counts: Floats) -> float:

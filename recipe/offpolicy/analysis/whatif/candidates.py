@@ -198,7 +198,7 @@ UNCORRECTED = "uncorrected"
 MOST = 400
 """Largest number of corrections in one replay."""
 _OPTIONAL = ("sign", "normalize", "aggregate", "ratio", "by_staleness")
-"""Keys of masks and weights that options may leave out."""
+"""Keys of masks and weights that options may omit."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Candidate:
     error: str | None = None
 
     def resolve_spec(self, recorded: Mapping[str, Any]) -> CorrectionSpec:
-        """Return the correction for a step at which ``recorded`` acted.
+        """Return the correction for a step at which ``recorded`` was active.
 
         Raises:
             SpecError: the correction is malformed.
@@ -242,7 +242,7 @@ def build_candidates(
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
         grids: ``key=value,value`` each; all grids are crossed.
-        recorded: plain values of the correction that acted at the first step.
+        recorded: plain values of the correction that was active at the first step.
 
     Raises:
         SpecError: a spec without a grid is malformed, a grid key does not apply to any spec, or there are more than

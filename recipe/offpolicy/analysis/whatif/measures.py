@@ -17,7 +17,7 @@ from ...recording import Rows
 from .replay import Array, Block, Decision, RecordedLoss
 
 TURN_GROUPS = ("is0", "is1", "is2", "ge3")
-"""Turns of a row by number, from 0; their names are formed like the names of the staleness groups."""
+"""Groups of a row's turns by turn number, from 0; they are named like the staleness groups."""
 REFERENCES = ("token", "sequence")
 
 COLUMNS = (
@@ -361,7 +361,7 @@ class TurnShare:
 
 
 def compute_turn_shares(sums: Array) -> dict[str, TurnShare]:
-    """Compute the kept share by turn number; turns without a token are left out."""
+    """Compute the kept share by turn number; turns without a token are omitted."""
     total = dict(zip(COLUMNS, sums.sum(0).tolist(), strict=True))
     return {
         f"turn/{name}": TurnShare(round(tokens), _divide(total[f"turn/{name}/kept"], tokens))

@@ -139,7 +139,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
     """Raise SpecError if the recorded data are not sufficient to replay ``spec``.
 
     Args:
-        recorded: the correction that acted when ``rows`` were recorded.
+        recorded: the correction that was active when ``rows`` were recorded.
 
     Raises:
         SpecError: pi_old was never computed, or the version of the weights, per row or per token, is unknown.
@@ -163,7 +163,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
                 f"than {TOLERANCE:g} nats, so the run would have stopped. Replay with correction.proximal=bypass."
             )
     if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
-        reason = f"for {unknown} of {len(rows)} rows it is unknown which version of the weights sampled each token"
+        reason = f"for {unknown} of {len(rows)} rows, the weight version that sampled each token is unknown"
         raise SpecError(f"level=version: {reason}. Set level=turn or level=sequence.")
     if spec.age_keys and (unknown := _count_rows(rows, rows.token_staleness < 0)):
         reason = f"depends on the age of the weights, which is unknown for {unknown} of {len(rows)} rows"
@@ -199,7 +199,7 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
     """Run both stages on a block.
 
     Args:
-        recorded: the correction that acted when the rows were recorded.
+        recorded: the correction that was active when the rows were recorded.
         constants: constants of the step to which the rows belong.
     """
     old = compute_pi_old(spec, recorded, rows)

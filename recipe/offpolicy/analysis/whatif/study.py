@@ -160,7 +160,7 @@ class _Totals:
         by_step: step -> index of a correction -> (L, len(COLUMNS)) sums over its rows in that step. A step without rows
             is missing.
         failures: label -> why a correction could not be replayed.
-        uncounted: response tokens whose gradient weights are left out.
+        uncounted: number of response tokens whose gradient weights are excluded.
         unchecked: whether the recorded correction was not compared with its replay at some step.
         unscaled: setting and reason -> the steps at which the setting had no effect.
         other_advantages: labels of corrections with which training would have used other advantages.
@@ -262,7 +262,7 @@ _NAMED = 5
 def _format_notes(totals: _Totals, measures: Sequence[CorrectionMeasures], *, sampled: bool) -> Iterator[str]:
     """Yield sentences about the limitations of the figures, one at a time."""
     if totals.uncounted:
-        yield f"{totals.uncounted} response tokens are left out, because their log-prob or advantage is not finite."
+        yield f"{totals.uncounted} response tokens are excluded, because their log-prob or advantage is not finite."
     if sampled and totals.needs_batch:
         yield "Only a sample of the rows was recorded, so constants of the whole batch are computed from the sample."
     for (asked, reason), steps in totals.unscaled.items():

@@ -41,7 +41,7 @@ def shorten_label(label: str) -> str:
 
 
 def _build_overall_table(study: Study) -> Table:
-    """Build the table of measures by correction; measures that no correction has are left out."""
+    """Build the table of measures by correction; measures that no correction has are omitted."""
     keys = list(dict.fromkeys(key for outcome in study.outcomes for key in outcome.candidate.point))
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]
     columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
@@ -98,7 +98,7 @@ def _build_step_table(study: Study, field: str) -> Table:
 
 
 def _build_agreement_tables(study: Study) -> Iterator[Table]:
-    """Yield agreement matrices; those on rejections cover only corrections that reject."""
+    """Yield agreement matrices; matrices of rejections cover only corrections that reject."""
     agreement = study.agreement
     rejecting = [
         place for place, outcome in enumerate(study.outcomes) if not math.isnan(agreement.jaccard_tokens[place, place])
@@ -322,7 +322,7 @@ def build_blocks(study: Study) -> list[Block]:
     """Build all tables, panels and sentences, and the meaning of the columns."""
     few = len(study.outcomes) <= MOST_COMPARED
     left_out = (
-        f"Tables of agreement and by step are shown for at most {MOST_COMPARED} corrections; --json includes "
+        f"Agreement tables and per-step tables are shown for at most {MOST_COMPARED} corrections; --json includes "
         f"all of them."
     )
     by_step = ("kept_tokens", "ess", "lr_scale") if few and 1 < len(study.steps) <= _STEPS else ()

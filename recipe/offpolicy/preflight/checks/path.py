@@ -132,7 +132,7 @@ def check_path(run: Composed) -> Iterator[Problem]:
         ),
         (
             *(f"{MEGATRON}.dynamic_context_parallel", megatron and not legacy_worker),
-            "the correction is not tested with this way of gathering metrics.",
+            "the correction has not been tested with this way of gathering metrics.",
         ),
         (
             *(overlap, megatron and legacy_worker),
@@ -321,7 +321,10 @@ _DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-d
 def warn_not_shown(run: Composed) -> Iterator[Problem]:
     """Warn about devices, estimators, kernels and layouts that have not been tested with a correction."""
     for key, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
-        reason = f"corrections are not tested with {what}: the first update either proves this one or stops the run."
+        reason = (
+            f"corrections have not been tested with {what}: the first update either proves this correction or stops "
+            f"the run."
+        )
         if key in _DTYPES or key.endswith(".quantization"):
             reason += " Quantised weights cannot be compared; offpolicy.delivery.probe=1 compares log-probs instead."
         yield run.problem(key, reason, "", (), (), "NOTE")

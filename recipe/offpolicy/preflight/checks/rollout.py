@@ -221,7 +221,9 @@ def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
     """Reject log-probs that the engine computes from raw logits, before it applies the temperature."""
     if not (run.needs_mu or run.active):
         return
-    reason = "raw log-probs leave out the temperature, so mu is not the distribution from which tokens were sampled."
+    reason = (
+        "raw log-probs do not include the temperature, so mu is not the distribution from which tokens were sampled."
+    )
     engine = run.get(NAME)
     if engine not in UNTESTED_ENGINES:
         for key in _MODES:
@@ -281,7 +283,7 @@ def _check_truncation(run: Composed) -> Iterator[Problem]:
 
 
 def check_bucket(run: Composed) -> Iterator[Problem]:
-    """Check that the largest tensor fits the bucket in which weights are sent to the rollout engine.
+    """Check that the largest tensor fits into the bucket in which weights are sent to the rollout engine.
 
     verl asserts this at the first synchronisation, after both engines have started, unless the release can send a large
     tensor by a CUDA handle.

@@ -139,8 +139,8 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
     """Check that a rank's mini-batch is a multiple of its fixed micro-batch size, or that both passes are dynamic.
 
     verl asserts the first condition when it splits a mini-batch (``prepare_micro_batches`` in the engines, ``dp_actor``
-    and its workers in 0.7.1), after models are loaded and the first batch is sampled, and the second condition in
-    ``engine_workers``.
+    and its workers in 0.7.1), which is after models are loaded and the first batch is sampled. It asserts the second
+    condition in ``engine_workers``.
     """
     path, ranks = run.path, count_data_parallel_ranks(run)
     key, dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz", bool(run.actor.use_dynamic_bsz)

@@ -10,8 +10,8 @@ ignored. According to the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 * ``rollout.calculate_log_probs``, false by default up to 0.8.0: if it is false, the trainer skips its correction.
 * ``actor.use_rollout_log_probs``: read only by the legacy FSDP actor in 0.7.1.
 * ``actor.router_replay``: read only by the legacy Megatron actor in 0.7.1. Engines read the key of that name under
-  ``actor.megatron`` and ``actor.veomni``. verl's FSDP engine replays nothing; with our V1 trainer for 0.9.1, it replays
-  routes if the key under ``actor.fsdp_config`` is set.
+  ``actor.megatron`` and ``actor.veomni``. verl's FSDP engine does not replay routes; with our V1 trainer for 0.9.1, it
+  does if the key under ``actor.fsdp_config`` is set.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_
     assert found.causes == alone.causes
     assert all(np.isnan(bucket.drift_std) for buckets in found.profiles.values() for bucket in buckets)
     assert list(build_shares_table(found.whole).rows[2])[2:] == ["not identified", "", "not identified", ""]
-    assert "64 rows of later gradient steps are left out" in format_verdict(found)
+    assert "64 rows of later gradient steps are excluded" in format_verdict(found)
 
 
 def test_nothing_is_claimed_without_a_first_gradient_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

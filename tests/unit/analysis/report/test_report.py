@@ -155,7 +155,11 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
     ("ages", "answer", "because"),
     [
         # Fresh: k3 of log rho 0.01, 5.0e-5; stale: of log rho 1, e - 2 = 0.72; of two rows as long, 0.36.
-        ([0, 3], "KL(mu, pi_old) 5e-05 nats per token", "With stale rows, sampled by older weights, the mean is 0.36."),
+        (
+            [0, 3],
+            "KL(mu, pi_old) 5e-05 nats per token",
+            "With stale rows, which were sampled with older weights, the mean is 0.36.",
+        ),
         ([0, 0], "KL(mu, pi_old) 0.36 nats per token", "Mean over 4 response tokens"),
     ],
 )

@@ -149,7 +149,7 @@ def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> N
     close(overall, tokens=5, kept_tokens=4 / 5)
     # A pi that is not finite is kept by the stages; its gradient weight is left out. f A = 2, -, 1/2 | -4, -.
     assert overall.lr_scale == pytest.approx(math.sqrt((4 + 0.25 + 16) / (1 + 1 + 4)))
-    assert any(note.startswith("2 response tokens are left out") for note in result.notes)
+    assert any(note.startswith("2 response tokens are excluded") for note in result.notes)
     assert all(math.isfinite(value) for value in asdict(overall).values() if value is not None)
 
 
@@ -279,7 +279,7 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
         check_replayable(TOKEN_TIS, bypassed, rows())
     by_version = spec(TIS | {"level": "version"})
     check_replayable(by_version, NONE, sampled_by(rows(), [3, 4]))
-    with pytest.raises(SpecError, match="for 2 of 2 rows it is unknown which version of the weights sampled"):
+    with pytest.raises(SpecError, match="for 2 of 2 rows, the weight version that sampled"):
         check_replayable(by_version, NONE, sampled_by(rows(), [2, -1], [3, -1]))
 
 
