@@ -164,7 +164,7 @@ MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 
 
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
-    """Split the micro-batch that the engine passes to its loss; gradients flow from the parts back to the whole.
+    """Split the micro-batch that the engine passes to its loss; gradients flow from the parts back to its output.
 
     A micro-batch with few tokens is not split. For all other micro-batches, row lengths are read from the device.
 

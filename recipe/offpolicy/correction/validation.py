@@ -342,8 +342,8 @@ def check_metric_name(name: str, key: str, mask: Any = None) -> str:
     """
     if not _NAME.fullmatch(name) or "min" in name or "max" in name:
         raise SpecError(
-            "expected lower-case letters, digits and _, without 'min' and 'max', because verl uses these to "
-            "choose how to reduce a metric.",
+            "expected lower-case letters, digits and _, without 'min' and 'max', because verl uses these substrings "
+            "to choose how to reduce a metric.",
             "Rename the mask.",
             key=f"{key}.{name}",
             value=mask,

@@ -204,7 +204,7 @@ class AlignmentChecker:
         """Add the tally of one update, and check the counts that are large enough.
 
         Returns:
-            Metrics: the concordance of each kind of pair with enough pairs.
+            Metrics: the concordance for each kind of pair, if there are enough pairs of this kind.
 
         Raises:
             AlignmentError: mu is off by one token, or belongs to other rows.
@@ -261,7 +261,7 @@ def _count_pairs(
     """Count pairs of elements with the same index on both sides, with the mu of both sides shifted by each lag.
 
     Args:
-        like: tensor on the device of all inputs.
+        like: a tensor on the same device as all inputs.
         groups: (B,) numbers below ``kinds``, the prompt of each row; None: each row counts on its own.
 
     Returns:

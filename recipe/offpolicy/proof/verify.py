@@ -1,4 +1,4 @@
-"""Trainer side of the liveness proof: checks the workers' evidence and stops the run if any is missing or wrong.
+"""Trainer side of the liveness proof: checks the workers' evidence and stops the run if evidence is missing or wrong.
 
 Every micro-batch must send a report, use the trainer's spec and the sampled mu, and show that each configured
 correction acts in the gradient.

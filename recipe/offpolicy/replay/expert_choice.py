@@ -172,7 +172,7 @@ class _Replacement(TorchFunctionMode):
 def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
     """Return the (tokens, experts) scores if a torch call chooses ``top_k`` of ``experts`` experts, and None otherwise.
 
-    A choice among expert groups has a different width.
+    A choice among expert groups is ignored; its scores have a different width.
     """
     if func not in _TOPK:
         return None

@@ -213,7 +213,7 @@ class RoutedModel:
 
     Args:
         layout: the layers with experts.
-        routers: the choosing module of each layer, by absolute layer number.
+        routers: absolute layer number -> the module that chooses the layer's experts.
         experts: the module that is called with the ids, for layers that have one.
     """
 

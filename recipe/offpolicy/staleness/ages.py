@@ -123,7 +123,7 @@ class AgeLimit:
         return oldest if issued > self._resumed else max(oldest, self._restored)
 
     def admits(self, version: int, issued: int, step: int) -> bool:
-        """Return True if a row sampled by ``version`` is not too old in ``step`` (begins with version step - 1)."""
+        """Return True if a row that ``version`` of the weights sampled is not too old in ``step``."""
         return compute_age(version, step) <= self.get_oldest(issued)
 
     def state(self) -> list[list[Any]]:
@@ -134,8 +134,8 @@ class AgeLimit:
         """Resume after ``step`` steps of a run.
 
         Args:
-            eta: eta of the run before the checkpoint; None if unknown. changes: ``state`` of the run before the
-                checkpoint, if eta changed.
+            eta: eta of the run before the checkpoint; None if unknown.
+            changes: ``state`` of the run before the checkpoint, if eta changed.
         """
         now = self.eta
         if changes:

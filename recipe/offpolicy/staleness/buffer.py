@@ -133,7 +133,8 @@ def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -
     Args:
         due: last step in which each prompt may be used for training, in the order in which the prompts were issued.
         step: the current step.
-        batch: number of prompts used in each further step. left: number of prompts still to be used in this step.
+        batch: number of prompts used in each further step.
+        left: number of prompts still to be used in this step.
     """
     return all(place <= left + max(last - step, 0) * batch for place, last in enumerate(due, 1))
 

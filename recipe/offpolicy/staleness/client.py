@@ -68,8 +68,8 @@ class Request(NamedTuple):
 
 Noter = Callable[[Request], None]
 """Adds a note to the extra fields of a request's output. A tool agent keeps the extra fields of its first turn, so a
-noter updates the row's note in those fields. Clients are pickled, so a noter is a module's function, and notes are kept
-in a global ``RowNotes``."""
+noter updates the row's note in those fields. Clients are pickled, so a noter must be a module-level function, and notes
+are kept in a global ``RowNotes``."""
 
 _attempts: ContextVar[list[Attempt] | None] = ContextVar("offpolicy_attempts", default=None)
 """Attempts of the current request."""

@@ -331,7 +331,7 @@ MILES: Final = replace(
         " use_rollout_indexer_replay"
     ),
 )
-"""miles' rules, which equal slime's; ``skip_actor_forward_only`` takes pi_old from the gradient step."""
+"""miles' rules: the same as slime's, and with ``skip_actor_forward_only``, pi_old comes from the gradient step."""
 
 _STEM: Final = "vllm_importance_sampling"
 _LOSSES: Final = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
