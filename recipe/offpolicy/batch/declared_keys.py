@@ -271,7 +271,7 @@ _FILE = Path(__file__).resolve().parents[1] / "config" / "offpolicy_base.yaml"
 
 
 def read_shipped_defaults(section: str) -> Any:
-    """Read the shipped values of a section under ``offpolicy``, by key, in the order of the file, or a single value."""
+    """Read the shipped values of a section under ``offpolicy`` (key -> value, in file order), or a single value."""
     return copy.copy(_sections()[section])
 
 

@@ -242,7 +242,7 @@ def take_rows(model_output: Mapping[str, Any], data: TensorDict, rows: Sequence[
 
 
 FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
-"""Keys in a batch's ``extra_info`` by which verl describes a forward pass to its workers."""
+"""Keys in a batch's ``extra_info`` with which verl describes a forward pass to its workers."""
 
 
 def read_columns(batch: Any, *names: str) -> TensorDict:

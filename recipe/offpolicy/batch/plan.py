@@ -51,9 +51,10 @@ trials. The column is read only if ``SharedPlan.prove`` is true."""
 PROVE_EVERY = "offpolicy.prove_every"
 """Configuration key of the number of updates between two proofs."""
 UID = "offpolicy_uid"
-"""Key of the (B, L) uint8 column with each row's uid in zero-padded UTF-8; exists if verl sends no uid to the loss."""
+"""Key of the (B, L) uint8 column with each row's uid in zero-padded UTF-8; sent only if verl sends no uid to the
+loss."""
 REWARD = "offpolicy_reward"
-"""Key of the (B,) rewards; exists if verl sends none to the loss."""
+"""Key of the (B,) rewards; sent only if verl sends no rewards to the loss."""
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)

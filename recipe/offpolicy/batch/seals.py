@@ -132,7 +132,7 @@ def key_of(column: str) -> str:
 
 
 def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """Seal per-token columns, (B, 3) int32 each: the hash in two halves, and the bits of the mean.
+    """Compute the seals of per-token columns, (B, 3) int32 each: the hash in two halves, and the bits of the mean.
 
     Values are converted to float32 before they are sealed, regardless of their dtype in the batch.
 

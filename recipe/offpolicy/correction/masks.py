@@ -75,7 +75,7 @@ BINARY_EPS: Final = 1e-6
 
 
 def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute KL(p, q) and KL(q, p) of the sampled token, whose probabilities are p and q, against all others; float64.
+    """Compute the binary KL(p, q) and KL(q, p) of the sampled token (probabilities p, q) against all others; float64.
 
     KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
@@ -124,7 +124,7 @@ def _family(measure: str, mean: float, other: float, at: Callable[[float], float
 def _of_probabilities(
     name: str, reduce: Literal["each", "mean"], usual: float, token: TokenValue, single: str = ""
 ) -> Aggregate:
-    """Build the entry of an aggregate that is bounded by its range, regardless of the log-ratio."""
+    """Build the entry of an aggregate whose values lie in a fixed range for any log-ratio."""
     signed = token is _probability_gap
     greatest = 1.0 if signed else (1 - 2 * BINARY_EPS) * math.log((1 - BINARY_EPS) / BINARY_EPS)
     return Aggregate(
@@ -193,7 +193,7 @@ class MaskSpec(Part):
     """Bounds on an aggregate of a policy ratio, or on the age of the weights; units outside the bounds get no gradient.
 
     Attributes:
-        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is decided
+        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has no ratio; it is applied
             together with masks on ``rollout``, so this attribute is ``rollout``.
         level: the tokens that share one decision, see ``WeightSpec.level``.
         aggregate: the number that is computed from these tokens and compared with the bounds: a key of

@@ -229,7 +229,7 @@ _CLOSE = 0.8
 
 
 def find_closest(word: str, known: Iterable[str], cutoff: float = _CLOSE) -> str | None:
-    """Find the known name that a word was probably meant to be; None if it resembles none.
+    """Find the known name that a word was probably meant to be; None if no known name is similar.
 
     Case, ``_``, ``-`` and a plural s are ignored. A name matches if it has the same letters in another order, or a
     similarity of at least ``cutoff``.

@@ -48,7 +48,7 @@ class PaddedRows:
         return tokens.sum(-1, keepdim=True, dtype=torch.float64)
 
     def min(self, tokens: Tensor) -> Tensor:
-        """Compute each row's minimum, for integers: a column of the same dtype (its maximum for an empty row)."""
+        """Compute each row's minimum, for integers: a column of that dtype; an empty row has the dtype's maximum."""
         if not self.shape[1]:
             return tokens.new_full((self.count, 1), torch.iinfo(tokens.dtype).max)
         return tokens.amin(-1, keepdim=True)

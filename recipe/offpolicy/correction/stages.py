@@ -1,9 +1,9 @@
 """The two stages of a correction, and the statistics of inactive corrections.
 
-``rollout_stage`` makes the decisions that depend only on mu and pi_old, once per rollout. ``step_stage`` adds those
-that need pi or the advantages, at every gradient step. log(pi/mu) is the sum of the first stage's log(pi_old/mu) and
-the second stage's log(pi/pi_old), so OPSM costs one additional sum per step. Shadow corrections, which are inactive, go
-through both stages too, without changing the gradient.
+``rollout_stage`` makes the decisions that depend only on mu and pi_old, once per rollout. ``step_stage`` adds the
+decisions that need pi or the advantages, at every gradient step. log(pi/mu) is the sum of the first stage's
+log(pi_old/mu) and the second stage's log(pi/pi_old), so OPSM costs one additional sum per step. Shadow corrections,
+which are inactive, go through both stages too, without changing the gradient.
 
 Tensors are (B, T), or nested by row with layout ``torch.jagged``, all in the same layout. Nested tensors are processed
 without padding, and the results are nested too. If ``constants`` are given, no call synchronises with the device.

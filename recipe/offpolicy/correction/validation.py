@@ -331,7 +331,7 @@ def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, 
 
 
 def check_metric_name(name: str, key: str, mask: Any = None) -> str:
-    """Check that a name can be part of a metric's name, whose substrings "min" and "max" select verl's reduction.
+    """Check a name for use in metric names; "min" and "max" are not allowed, because they select verl's reduction.
 
     Args:
         mask: the value under this name, as given.

@@ -1,4 +1,4 @@
-"""Checks of rewards: they must be finite, and the estimator must use their positions. Normalisation despite rounding.
+"""Checks that rewards are finite and that the estimator uses their positions; normalisation robust to rounding.
 
 An advantage estimator that sums per-token rewards into one outcome assigns every token the same credit. The guard in
 this module tests the configured estimator, even a custom one: it moves a reward within a sequence of a small batch and

@@ -9,7 +9,7 @@ engine that samples from p but reports q yields the sum of p * pi_old / q instea
 a martingale over tokens, so responses may end at any token.
 
 With the same weights, the same engine computes the same log-prob for a token. In the first step of a run with
-``proximal=same_engine``, all tokens are checked for equal log-probs, using the forward pass that later steps skip.
+``proximal=same_engine``, mu and pi_old are compared at all tokens, using the forward pass that later steps skip.
 """
 
 from __future__ import annotations

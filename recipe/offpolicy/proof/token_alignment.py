@@ -42,7 +42,7 @@ KINDS = ("rows", "siblings", "tokens")
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Counts of the informative pairs, and of the pairs on which both policies agree, with mu at each of ``LAGS``.
+    """Counts of informative pairs, and of pairs on which both policies agree, with mu shifted by each of ``LAGS``.
 
     Attributes:
         rows: number of independent rows with such a pair at lag 0.
@@ -265,7 +265,7 @@ def _count_pairs(
         groups: (B,) numbers below ``kinds``, the prompt of each row; None: each row counts on its own.
 
     Returns:
-        (7,) int64 of a ``PairCounts``: pairs and agreeing by lag, and rows.
+        (7,) int64, the numbers of a ``PairCounts``: pairs by lag, agreeing pairs by lag, and rows.
     """
     nothing = torch.zeros((), dtype=torch.int64, device=like.device)
     pairs, agreeing, rows = [nothing] * len(LAGS), [nothing] * len(LAGS), None
@@ -302,7 +302,7 @@ def _shift(values: Tensor, lag: int) -> Tensor:
 
 
 def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
-    """Select evenly spaced rows if there are many, with rows of one prompt adjacent; None: all rows, unsorted."""
+    """Select evenly spaced rows if there are many, with rows of one prompt adjacent; None: all rows, in order."""
     most = max(16, MOST_ELEMENTS // max(1, width))
     if groups is None and rows <= most:
         return None

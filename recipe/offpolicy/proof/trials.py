@@ -270,7 +270,8 @@ def _place_policies(
 def _spread_gap(
     spec: MaskSpec, units: Tensor, mask: Tensor, hit: Tensor, value: float, way: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Choose both policies' probabilities of each token, (B, T) each, equal except on the first tokens of hit units."""
+    """Choose both policies' probabilities of each token, (B, T) each, equal except on the first token of tested
+    units."""
     size = _count_tokens(units, mask)
     total = value * size if spec.aggregate.endswith("_mean") else torch.full_like(size, value)
     if "kl" in spec.aggregate:

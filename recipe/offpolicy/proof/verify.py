@@ -1,7 +1,7 @@
 """Trainer side of the liveness proof: checks the workers' evidence and stops the run if evidence is missing or wrong.
 
 Every micro-batch must send a report, use the trainer's spec and the sampled mu, and show that each configured
-correction acts in the gradient.
+correction affects the gradient.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def hash_routes(routes: Tensor) -> int:
 
 
 def hash_tokens(routes: Tensor, places: Tensor) -> Tensor:
-    """Compute each token's part of its row's checksum; it depends on expert, layer, order and position.
+    """Compute each token's contribution to its row's checksum, from expert, layer, order and position.
 
     Args:
         routes: (tokens, layers, k) integers.
@@ -241,7 +241,7 @@ def hash_routes_by_row(routes: Tensor) -> Tensor:
 
 
 def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
-    """Check received routes against the checksums noted by the rollout engine's client or the recording worker.
+    """Check received routes against the checksums stored by the rollout engine's client or the recording worker.
 
     Rows that verl has truncated are skipped.
 

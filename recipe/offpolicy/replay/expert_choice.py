@@ -87,8 +87,8 @@ class RouterSlot:
         """Run the forward of the module that chooses the experts.
 
         Raises:
-            ReplayError: the module chose experts not exactly once, or is recomputed for a backward while armed with
-                other routes.
+            ReplayError: the module did not choose experts exactly once, or is recomputed for a backward while armed
+                with other routes.
         """
         self._check_recomputation()
         if self.armed is None:
@@ -148,7 +148,7 @@ class RouterSlot:
 
 
 class _Replacement(TorchFunctionMode):
-    """Torch function mode that passes the choice of a slot's router to the slot."""
+    """Torch function mode that lets a slot intercept its router's choice of experts."""
 
     def __init__(self, slot: RouterSlot) -> None:
         super().__init__()

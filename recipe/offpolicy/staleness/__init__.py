@@ -1,1 +1,1 @@
-"""Limits how far sampling may run ahead of training, by the rate of issued prompts and the handling of old rows."""
+"""Limits how far sampling may run ahead of training: controls how fast prompts are issued, and handles old rows."""

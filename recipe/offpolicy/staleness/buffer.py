@@ -1,4 +1,4 @@
-"""verl's asynchronous replay buffer under ``offpolicy.staleness``, and its counts.
+"""verl's asynchronous replay buffer with the limit of ``offpolicy.staleness``, and the buffer's counts.
 
 Overridden methods of ``ReplayBufferAsync`` in verl 0.9.1, see ``verl_patches.trainer_seams``: ``sample(self,
 global_steps, partition_id, batch_size)``, ``wait_for_sampleable(self, global_steps, partition_id, target_count)``,

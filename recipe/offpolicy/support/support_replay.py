@@ -35,7 +35,7 @@ from .support_settings import SUPPORT, SupportSettings
 from .token_supports import NOTE, SupportError, SupportNote, TokenSupports, read_supports
 
 ANSWER = "offpolicy_support_answer"
-"""Key in a server's extra fields of the ``TokenSupports`` of the tokens that the server sampled."""
+"""Key, in a server's extra fields, of the ``TokenSupports`` for the tokens that the server sampled."""
 _rows: RowNotes[SupportNote] = RowNotes(SupportNote)
 
 

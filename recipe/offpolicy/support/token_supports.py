@@ -255,7 +255,7 @@ class SupportNote:
 
 
 def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
-    """Compute each token's part of its row's checksum; it depends on position, token, ids, their order and log-probs.
+    """Compute each token's contribution to its row's checksum, from position, token, ids, their order and log-probs.
 
     Args:
         places: (n,) int64, position in the row.

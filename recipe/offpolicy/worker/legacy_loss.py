@@ -105,7 +105,7 @@ def _padded_ppo_loss(
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs; the proof compares the actor's gradient with its two terms, policy and KL.
+    """The engine's loss on padded log-probs; the proof compares the actor's gradient with those of its terms.
 
     Args:
         settings: the correction, and what to report.
