@@ -97,7 +97,7 @@ def describe(section: str, name: str) -> tuple[str, str]:
     key, words = keys[name], keys[name].words
     if key.read_with is not None:
         other, value = key.read_with
-        words += f"; read with `{other}`" if value is ... else f"; read with `{other}={value}`"
+        words += f"; only read if `{other}` is set" if value is ... else f"; only read with `{other}={value}`"
     return words, read_comments(ROOT / "configs" / file)[f"{section}.{name}" if file == BASE else name]
 
 
