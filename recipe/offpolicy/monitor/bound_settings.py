@@ -90,7 +90,7 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 _MASKS = ("target_kept", ...)
-_DISTANCE = "a multiple of the configured bound's distance from agreement"
+_DISTANCE = "a multiple of the configured |log bound|"
 
 
 def _build_rule(name: str) -> Rule:
@@ -108,21 +108,21 @@ KEYS = Section(
     SECTION,
     DEFAULTS,
     {
-        "target_kept": number("a share of the units of a mask, in [0.5, 1), or null", 0.5, below=1, null=True),
+        "target_kept": number("a share of a mask's units, in [0.5, 1), or null", 0.5, below=1, null=True),
         "target_ess": number("an effective sample size in (0, 1), or null", above=0, below=1, null=True),
         "of": Key(
             lambda value: value is None or isinstance(value, str | list),
-            "a list of masks such as [gsm], or null for the only one",
+            "a list of masks such as [gsm], or null for the only mask",
             _MASKS,
         ),
         "side": choice(*get_args(Side), read_with=_MASKS),
         "every": count("a number of updates, 1 or more"),
         "window": count("a number of updates, 1 or more"),
         "warmup": count("a number of updates, 0 or more", 0),
-        "rate": number("a factor minus one, in (0, 1]", above=0, most=1),
+        "rate": number("a relative change in (0, 1]", above=0, most=1),
         "floor": number(f"{_DISTANCE}, in (0, 1]", above=0, most=1),
         "ceiling": number(f"{_DISTANCE}, 1 or more", 1),
-        "noise_kept": number("a share of rows, in [0.5, 1)", 0.5, below=1, read_with=_MASKS),
+        "noise_kept": number("a share of sequences, in [0.5, 1)", 0.5, below=1, read_with=_MASKS),
     },
     tuple(map(_build_rule, (*_COUNTS, *_PACE))),
     _TARGETS,

@@ -27,7 +27,7 @@ Model = Literal["dense", "moe"]
 Trajectory = Literal["single", "tools"]
 
 _NAMED = {"engine": Engine, "mode": Mode, "model": Model, "trajectory": Trajectory}
-_KEYS = {name: choice(*get_args(options), null="to find out") for name, options in _NAMED.items()}
+_KEYS = {name: choice(*get_args(options), null="to read it from the config") for name, options in _NAMED.items()}
 _KEYS["minibatches"] = count("a number of gradient steps, 1 or more, or null to count them", null=True)
 KEYS = Section("setup", dict.fromkeys(_KEYS), _KEYS)
 

@@ -104,7 +104,8 @@ class LengthSettings(SectionSettings):
     warmup: WarmupSettings
     anchor: AnchorSettings
     reference: Annotated[
-        float | str | None, Key(_is_reference, f"tokens above 0, {COLUMN}NAME, or null", ("kind", "reference"))
+        float | str | None,
+        Key(_is_reference, f"a number of tokens above 0, {COLUMN}NAME, or null", ("kind", "reference")),
     ]
     most: Annotated[float | None, number("a reward above 0, or null", above=0, null=True)]
     truncated: Literal["keep", "drop"]

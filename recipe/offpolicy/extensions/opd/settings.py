@@ -131,7 +131,8 @@ class OpdSettings(SectionSettings):
     max_gap: Annotated[
         float,
         number(
-            "nats above 0; with a teacher that is far from the student, failed rows have gaps of many nats", above=0
+            "a number of nats above 0, because a teacher that differs strongly from the student has gaps of many nats",
+            above=0,
         ),
     ]
     scale: Annotated[str | float, Key(_is_scale, "std, mean_std, none or a number above 0")]

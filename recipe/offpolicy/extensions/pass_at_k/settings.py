@@ -88,7 +88,9 @@ class PassAtKSettings(SectionSettings):
     objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
     k: Count
     correct_at_least: Annotated[float, number("a score")]
-    schedule: Annotated[Sequence[Sequence[int]] | None, Key(_is_schedule, "pairs [STEP, K], steps increasing, or null")]
+    schedule: Annotated[
+        Sequence[Sequence[int]] | None, Key(_is_schedule, "pairs [STEP, K] with increasing steps, or null")
+    ]
     seed: Annotated[int, count("a whole number, 0 or more", 0)]
     metric: MetricSettings
     dynamic: DynamicSettings
