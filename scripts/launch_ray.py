@@ -70,7 +70,7 @@ def parse(words: Sequence[str]) -> JobRequest:
     if rest and rest[0] == "--":
         del rest[0]
     elif rest and rest[0].startswith("-"):
-        raise JobError(f"{rest[0]}: unknown option. Fix: --no-wait, or none before the command.")
+        raise JobError(f"{rest[0]}: unknown option. Fix: use --no-wait, or no option before the command.")
     if not rest:
         raise JobError("no command. Fix: name one, such as recipe/offpolicy/run_dense_fsdp.sh.")
     return JobRequest(wait, variables, ("bash", *rest) if rest[0].endswith(".sh") else tuple(rest))

@@ -110,7 +110,7 @@ def refuse(tool: str, error: object) -> int:
 
 
 def add_recording(parser: argparse.ArgumentParser) -> None:
-    """Add the recording, and ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
+    """Add the recording, and the options ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
     directory = "the recording: the directory named by offpolicy.record.dir"
     parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
     add = parser.add_mutually_exclusive_group().add_argument

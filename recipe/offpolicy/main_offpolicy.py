@@ -4,7 +4,7 @@
 
 correction=NAME   one option, or several: 'correction=[tis_token,gsm]'; none trains with verl's own loss.
                   docs/corrections.md lists them
-KEY=VALUE         every override that verl.trainer.main_ppo takes
+KEY=VALUE         any override that verl.trainer.main_ppo accepts
 --check           run all start-up checks and exit with 0 if they pass, or with 1 if they would stop the launch
 --cfg job         show the whole configuration and exit; --hydra-help lists Hydra's other flags
 

@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog=name_program("whatif"),
-        description="Replay corrections over recorded steps: what they keep, weigh and cost.",
+        description="Replay corrections over recorded steps: what they keep, how they weight tokens, and what they "
+        "cost.",
         epilog="The benefit of a mask is shown by the column 'mismatch left', the share of KL(mu, pi) that remains on "
         "tokens which still receive a gradient: the further it is below 'tokens kept', the better the mask "
         "selects deviating tokens. The cost is shown by the bias columns, which are distances from the "

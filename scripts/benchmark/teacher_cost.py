@@ -30,8 +30,8 @@ def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None =
     """Measure the cost of ``rows`` rows of ``tokens`` ids, half of which belong to the prompt; return medians.
 
     Returns:
-        Microseconds per prompt position: from the first request to the last answer, of this process's CPU time, and of
-        the CPU time of the server's processes (0 without ``pid``).
+        Microseconds per prompt position: wall time from the first request to the last answer, CPU time of this process,
+        and CPU time of the server's processes (0 without ``pid``).
     """
     # Imported here because these packages take seconds to import and --help does not need them.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings

@@ -1,4 +1,4 @@
-"""Corrections of a policy that is so small that each expectation over its sequences is a finite sum, in float64.
+"""Exact evaluation of corrections, with a policy so small that expectations over its sequences are finite sums.
 
 There are N = V^T sequences y of T tokens from a vocabulary of size V.
 

@@ -46,7 +46,7 @@ def compute_score(
 def grade(family: str, answer: str, entry: Mapping[str, Any]) -> dict[str, float]:
     """Score by reasoning-gym: ``score`` and ``acc`` give partial credit for letters, and ``exact`` is 0 or 1.
 
-    The graded score hides a collapse, because answers with the right letters in random order still get much credit.
+    The graded score hides a collapse, because answers with the right letters in random order still get partial credit.
     verl reports each key in validation, and shows ``acc`` among its core metrics.
     """
     score = float(_scorer(family)(answer=answer.strip(), entry=entry))

@@ -207,7 +207,7 @@ def _check_bounds(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
         return
     acts = {"lower": lower is None or 0 < lower <= most, "upper": upper is None or 0 <= upper < most}
     if wrong := [side for side, can_act in acts.items() if not can_act]:
-        yield refuse(wrong[0], f"the statistic is in [0, {most:g}], so the alarm would fire always or never.")
+        yield refuse(wrong[0], f"the statistic is in [0, {most:g}], so the alarm would always or never fire.")
         return
     fit = True
     for side, sign in (("lower", 1.0), ("upper", -1.0)):

@@ -185,8 +185,8 @@ class Schedule:
         side: which bounds move.
         rate: a distance changes by a factor of at most 1 + rate per change.
         floor, ceiling: range of a distance, in multiples of the configured distance.
-        noise_kept: share of units at equal weights that must survive backend noise alone, once the rate allows it; None
-            for a weight, because it drops nothing.
+        noise_kept: share of units at equal weights that the bound must keep despite backend noise, as soon as the rate
+            allows it; None for a weight, because a weight does not drop units.
     """
 
     find_goal: Callable[[Histogram, float], float | None]
@@ -255,8 +255,8 @@ class Evidence:
             # The sums only show that the ESS at the floor is at most the ESS at the next lower edge.
             if goal is not None and goal < max((cap for cap in CAPS if cap <= least), default=0.0):
                 found["floor"] = (
-                    f"even a cap of {math.exp(least):.4g}, the lowest in range, leaves an ESS below "
-                    f"{schedule.target:g}, so the cap is clamped there. Reduce offpolicy.calibrate.floor or "
+                    f"the lowest allowed cap, {math.exp(least):.4g}, still yields an ESS below {schedule.target:g}, so "
+                    f"the cap is clamped there. Reduce offpolicy.calibrate.floor or "
                     "target_ess. No cap raises small weights; correction.weight.kind=clip also bounds them from below."
                 )
             return found

@@ -140,7 +140,10 @@ class Composed(Configured):
         resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
         several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
         if self.unknown_versions is None and several and not self.notes_token_versions:
-            said = "several versions can sample a row, and recording the version of each token is not tested with verl"
+            said = (
+                "several versions can sample a row, and recording the version of each token has not been tested "
+                "with verl"
+            )
             return f"{said} {self.path.release}."
         return self.unknown_versions and f"{self.unknown_versions[:-1]}, so token ages are unknown."
 

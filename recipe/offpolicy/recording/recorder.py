@@ -152,8 +152,8 @@ class Recorder:
 
         Returns:
             Gradient steps of ``step`` before this micro-batch, for ``put``. None if the micro-batch must not be
-            recorded, because its rows were already used in this update, recording has stopped, or it would take too
-            much of the step.
+            recorded, because its rows were already used in this update, recording has stopped, or recording it would
+            take too much of the step's time.
         """
         if (step, update.update) != self._update:
             self._budget.begin(step, self.clock(), rows=update.rows, updates=update.updates - update.update)

@@ -44,9 +44,9 @@ def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
     """Sum the valid tokens of each row and combination of buckets.
 
     Returns:
-        A frame with one row per cell: ``row``, the bucket of each of ``PROFILES``, ``COLUMNS``, ``drift``, which is
-        log pi - log pi_old, and the squared distances of gap and drift from their means in the cell; and the k3 of log
-        pi/mu of each token, (M,), negative if the token is not valid.
+        A frame with one row per cell and the columns ``row``, the bucket of each of ``PROFILES``, ``COLUMNS``,
+        ``drift`` (log pi - log pi_old), and the squared distances of gap and drift from their means in the cell; and
+        the k3 of log pi/mu of each token, (M,), which is negative if the token is not valid.
     """
     found, loss = [], np.full(rows.tokens, -1.0)
     sizes = np.searchsorted(SIZES, np.arange(int(np.diff(rows.offsets).max(initial=0)) + 1))
@@ -259,7 +259,8 @@ def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decom
     """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
-        found: results of ``resample``, for the log-probs as ``recorded`` and for ``compute_routing_sums``.
+        found: results of ``resample`` for the log-probs as ``recorded``, and for the results of
+            ``compute_routing_sums``.
         earlier: SHAPE, sums over earlier rows; their fresh tokens are used if these rows have none.
     """
     split, native = found.get("replayed", found["recorded"]), found.get("native")

@@ -292,7 +292,7 @@ def find_cap_for_ess(
 
 
 def _cross(radius: Floats, resampled: Floats, target: float, confidence: float) -> Interval:
-    """Compute percentiles over the draws of the widest radius that reaches the target; inf if all radii do."""
+    """Compute percentiles, over the draws, of the widest radius that reaches the target; inf if all radii do."""
     if not len(resampled):
         return math.nan, math.nan
     # The widest radius of each draw is the last True in its row.

@@ -149,7 +149,7 @@ class CalibrationRequest:
     settle: bool = False
 
     def check(self) -> None:
-        """Raise SpecError for a value out of range."""
+        """Raise SpecError if a value is out of range."""
         for name in ("target_kept", "target_ess", "confidence", "floor_quantile"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:

@@ -378,7 +378,7 @@ def describe_trend(values: Floats, unit: str) -> str:
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
     # Swings are checked before the trend, because a single spike in one third would otherwise count as growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
-        return f"it swings between {least:.2g} and {most:.2g} {unit} from step to step"
+        return f"it varies between {least:.2g} and {most:.2g} {unit} from step to step"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
         return f"{'grew' if last > first else 'fell'} from {first:.2g} to {last:.2g} {unit} (first and last third)"
     return f"steady over the run ({first:.2g} and {last:.2g} {unit} in the first and last third)"

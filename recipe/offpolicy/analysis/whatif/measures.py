@@ -222,8 +222,8 @@ class Agreement:
     """Agreement of each pair of S corrections; (S, S) each, symmetric, NaN if undefined.
 
     Attributes:
-        jaccard_tokens, jaccard_rows: of the tokens, or rows, that at least one of the two rejects, the share that both
-            reject; undefined if neither rejects anything.
+        jaccard_tokens, jaccard_rows: share of tokens, or rows, that both reject, among those that at least one of the
+            two rejects; undefined if neither rejects anything.
         cosine: cosine of the gradient weights f A.
     """
 

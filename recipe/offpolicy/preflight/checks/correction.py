@@ -178,7 +178,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
     mode, spec = run.actor.policy_loss.loss_mode, run.spec
     alone = not spec.all_weights and not spec.masks and not (spec.kl_clip or spec.kl_weight or spec.penalty)
     if value != "recompute" and alone and mode == "gpg":
-        reason = f"loss_mode {mode} has no ratio and reads no pi_old, so nothing is corrected."
+        reason = f"loss_mode {mode} does not use a ratio or pi_old, so nothing is corrected."
         yield run.problem(
             PROXIMAL, reason, f"Set {LOSS_MODE}=vanilla, or correction=none.", (), parts, "NO-OP", value=value
         )
@@ -307,7 +307,10 @@ def warn_level_version(run: Composed) -> Iterator[Problem]:
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
     """Warn about caps that are so high that single tokens or sequences may dominate the gradient."""
-    why = f"above {WIDE_CAP:g}, single tokens or rows can dominate the gradient; usual: 2 per token, 5 per sequence."
+    why = (
+        f"above {WIDE_CAP:g}, single tokens or rows can dominate the gradient; usual caps are 2 per token and 5 per "
+        f"sequence."
+    )
     for part, weight in list_weights(run):
         if weight.power is not None and weight.rate is not None:
             greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power

@@ -150,7 +150,10 @@ def check_path(run: Composed) -> Iterator[Problem]:
 def _check_mode(run: Composed) -> Iterator[Problem]:
     path, newest = run.path, TESTED[-1]
     if path.trainer == "v0" and path.asynchronous and not path.attributes.separate_programs:
-        reason = f"{path.mode}_policy of verl {path.release} is not covered by the correction; {newest}'s is."
+        reason = (
+            f"the correction does not cover {path.mode}_policy of verl {path.release}, but it covers that of "
+            f"verl {newest}."
+        )
         where, value = describe_mode(run.config)
         yield run.problem(where, reason, f"Install verl {newest}.", value=value)
     if path.trainer != "v1":

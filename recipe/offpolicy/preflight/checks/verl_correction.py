@@ -126,7 +126,9 @@ def check_decoupled(run: Composed) -> Iterator[Problem]:
         yield run.problem(_IS, reason, "Set it to 2.0.", {_IS: 2.0}, weight, "NO-OP")
     if not run.path.attributes.bound_pairs and isinstance(threshold, str):
         reason = f"verl {run.path.release} takes one number, the cap; pairs of bounds are supported since 0.8."
-        yield run.problem(_IS, reason, "Set one number, or correction=icepop with its lower and upper.", (), weight)
+        yield run.problem(
+            _IS, reason, "Set one number, or use correction=icepop with lower and upper bounds.", (), weight
+        )
     if not run.get(MU_KEY):
         reason = f"without the engine's log-probs, verl silently skips its correction, {', '.join(own)}."
         parts = tuple(name_part(asked) for asked in run.active or own)

@@ -110,7 +110,7 @@ def test_what_is_not_known_is_said_and_not_invented(
     original, kept = (outcome.overall for outcome in result.outcomes)
     assert kept == original
     (note,) = [note for note in result.notes if "denominator=kept" in note]
-    assert note.startswith("denominator=kept is replayed as original at 1 step(s)")
+    assert note.startswith("denominator=kept is replayed with the original denominator at 1 step(s)")
     assert reason in note
 
 

@@ -87,6 +87,6 @@ def test_a_folder_that_cannot_be_trained_is_refused_with_the_reason(
 def test_a_machine_whose_shared_memory_is_smaller_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=20 * MIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match=r"takes 25 MiB of /dev/shm .* 20 MiB are free.*--shm-size=50m"):
+    with pytest.raises(ValueError, match=r"needs 25 MiB of /dev/shm .* 20 MiB are free.*--shm-size=50m"):
         read_bucket(save_folder(tmp_path))
     read_bucket(tmp_path, "platform=cuda")
