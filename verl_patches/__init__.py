@@ -1,9 +1,10 @@
-"""Adapters for versions and platforms. Only this package changes the internals of verl and its engines.
+"""Patches for different releases and platforms. Only this package changes the internals of verl and its engines.
 
-Importing this package changes nothing. `install()` installs the groups of patches that this process can need, given the
+Importing this package patches nothing. `install()` installs the groups of patches that this process may need, given the
 installed verl and the platform; `install(group)` installs a single group; `status()` reports which patches are in
-force. verl itself loads a group into every process of a run, through VERL_USE_EXTERNAL_MODULES=verl_patches.<group> or,
-from 0.9, through its entry points (plugin.py). `python -m verl_patches` prints the state of this environment.
+force. verl itself loads a group in every process of a run if VERL_USE_EXTERNAL_MODULES=verl_patches.<group> is set or,
+from 0.9 on, through an entry point (plugin.py). `python -m verl_patches` prints the state of all patches in this
+environment.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Group:
     """A folder of patches that are installed together.
 
     Attributes:
-        name: name of the sub-package, which has `install()`, `status()` and the names of its patches in `PATCHES`.
+        name: name of the subpackage, which defines `install()`, `status()` and `PATCHES`, the names of its patches.
         when: description of the condition under which the group is needed.
-        needed: whether this process can need the group; reads only the environment and the files of the installed
-            verl, and imports nothing.
+        needed: returns whether this process may need the group; reads only the environment and the files of the
+            installed verl, and imports nothing.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Group:
 
 
 def has_legacy_actors() -> bool:
-    """Return True if the installed verl has the legacy FSDP actor; read from its files, without importing it."""
+    """Return True if the installed verl contains the legacy FSDP actor; only looks for the file and imports nothing."""
     folder = location("verl")
     return folder is not None and (folder / "workers" / "actor" / "dp_actor.py").is_file()
 
@@ -66,7 +67,7 @@ GROUPS: Mapping[str, Group] = {
 
 
 def needed() -> list[str]:
-    """Return the names of the groups that this process can need, for the installed verl and the platform."""
+    """Return the names of the groups that this process may need, given the installed verl and the platform."""
     return [name for name, group in GROUPS.items() if group.needed()]
 
 
@@ -76,20 +77,20 @@ def named(environ: Mapping[str, str]) -> list[str]:
 
 
 def asked_for(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the groups that the environment requests, in either of the two variables."""
+    """Return the names of the groups that the environment requests through either of its two variables."""
     modules = environ.get(EXTERNAL_MODULES, "").split(",")
     names = named(environ)
     automatic = needed() if AUTO in names else []
     return [name for name, group in GROUPS.items() if group.module in modules or name in [*names, *automatic]]
 
 
-# Failures that an importer may swallow: verl logs a failing plugin at DEBUG and continues, and libraries catch errors
-# of optional imports. Without this record, only the consequences of a missing patch would be noticed.
+# Failures that an importer may swallow: if a plugin fails, verl logs it at DEBUG and continues, and libraries catch
+# errors of optional imports. Without this record, a missing patch would be noticed only by its consequences.
 _failures: dict[str, None] = {}
 
 
 def record_failure(where: str, error: BaseException) -> None:
-    """Record a failure in this process, once, so that `status()` raises it."""
+    """Record a failure in this process, so that `status()` raises it; each failure is recorded only once."""
     _failures[f"{where}: {error}"] = None
 
 
@@ -97,7 +98,7 @@ def install(group: str | None = None) -> dict[str, Any]:
     """Install every patch of a group in this process. Idempotent.
 
     Args:
-        group: one of `GROUPS`, or None for all groups that this process can need.
+        group: one of `GROUPS`, or None for all groups that this process may need.
 
     Returns:
         The group's status; if ``group`` is None, the status of each installed group.
@@ -114,20 +115,20 @@ def install(group: str | None = None) -> dict[str, Any]:
 
 
 def status() -> dict[str, dict[str, str]]:
-    """Return, for each group, each patch and its state in this process.
+    """Return the state of each patch in this process, by group.
 
     The state is "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off".
-    The function imports no group and no target, so any process can call it when it starts. A group that was not loaded
-    has no patches in this process.
+    The function imports neither groups nor targets, so any process can call it at startup. For a group that was not
+    loaded, it returns no patches.
 
     Raises:
-        PatchError: a patch failed in this process and its loader continued, or verl is imported and a group that the
-            environment requests was not installed.
+        PatchError: a patch failed in this process but its loader continued, or verl has been imported but a group that
+            the environment requests has not been installed.
     """
     if _failures:
         raise PatchError("\n".join(_failures))
-    # A group may install itself when it is imported. Importing it here would be too late, but it would look as if the
-    # group had been installed in time.
+    # A group may install itself when it is imported. Importing it here would be too late, but the group would then look
+    # as if it had been installed in time.
     states = {name: _states(group) if group.module in sys.modules else {} for name, group in GROUPS.items()}
     if "verl" in sys.modules:
         for name in asked_for(os.environ):

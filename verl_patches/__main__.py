@@ -1,7 +1,7 @@
-"""Import verl, and show the state of every contract in a process of this environment.
+"""Import verl and show the state of every contract in a process of this environment.
 
-Prints one line per contract: patch, target, releases, state in this process, and whether the contract is met here.
-Exits with 1 if a contract that matters here is broken, or if a requested patch is not in force.
+Prints one line per contract: patch, target, releases, state in this process, and whether the installed release meets
+the contract. Exits with 1 if a relevant contract is broken, or if a requested patch is not in force.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Row:
 
     Attributes:
         patch, target, releases: as in the contract.
-        state: state of the patch in this process; "calls" for functions that are called and not patched; the missing
-            module if the patch cannot be imported without it.
-        verdict: "ok", why the contract does not matter here, or why it is broken.
-        broken: whether the contract matters here and is not met. A contract that belongs to an option does not matter
-            in an untested release, because the option is rejected there.
+        state: state of the patch in this process; "calls" for functions that are called but not patched; the name of a
+            missing module if the patch cannot be imported without it.
+        verdict: "ok", or the reason why the contract is broken or irrelevant here.
+        broken: whether the contract is relevant here but not met. A contract that belongs to an option is irrelevant in
+            an untested release, because the option is rejected there.
     """
 
     patch: str
@@ -45,9 +45,9 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Build a row for every contract of this package, group by group; ungrouped contracts come first."""
+    """Build a row for every contract of this package, group by group; contracts without a group come first."""
     contracts = {module: _contracts_of(module) for module in _UNGROUPED}
-    # Some contracts apply only to certain releases; a release that no contract covers was not tested.
+    # Some contracts apply only to certain releases. A release that no contract covers was not tested.
     release = installed_release("verl")
     tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
     rows = [
@@ -61,14 +61,14 @@ def rows() -> list[Row]:
 
 
 def _contracts_of(module: ModuleType) -> list[Contract]:
-    """Collect the contracts that a module declares, as attributes or in tuples."""
+    """Collect the contracts that a module defines as attributes or in tuples."""
     values = vars(module).values()
     found = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
     return list(dict.fromkeys(each for each in found if isinstance(each, Contract)))
 
 
 def _state_alone(module: ModuleType, contract: Contract) -> str:
-    """Return the state of a contract without a group: of a patch that the run installs, or of a called function.
+    """Return the state of a contract that belongs to no group: a patch that the run installs, or a called function.
 
     If the trainer wraps a function, the contract is in force in the trainer's process.
     """
@@ -81,7 +81,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
     loaded = group.module in sys.modules
     package = group.load()
     states = package.status()
-    if not loaded:  # a group that installed itself just now is in force in no other process of this environment
+    if not loaded:  # a group that installed itself only now is not in force in other processes of this environment
         states = {name: state if state == NOT_NEEDED else OFF for name, state in states.items()}
     for name in states:
         if not group.needed():

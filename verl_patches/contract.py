@@ -1,9 +1,9 @@
-"""Contracts between patches and their targets, and the errors that are raised when a target has moved.
+"""Contracts between patches and their targets, and the errors that are raised when a target has changed.
 
-A patch states the target, the signature quoted from the source that the patch was written against, the keys that the
-target's code reads or passes on, and the releases on which the patch was tested. All of these are checked when the
-patch is installed. A difference raises a `PatchError` that names the fix, because a patch that logs and continues is
-worse than no patch. Targets are only wrapped, so upstream's code is never copied here.
+A contract names the target, the signature quoted from the source for which the patch was written, the keys that the
+target's code reads or passes on, and the releases with which the patch was tested. All of these are checked when the
+patch is installed. Any difference raises a `PatchError` that names the fix, because a patch that only logs a failure is
+worse than no patch. Targets are only wrapped, so no upstream code is copied here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AND_MORE = ", ...)"
 
 
 class PatchError(RuntimeError):
-    """A patch cannot be installed, because its target, release or environment differs from the expected one."""
+    """A patch cannot be installed because its target, the release or the environment is not the expected one."""
 
 
 class NotInstalledError(PatchError):
@@ -47,23 +47,23 @@ Key = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Contract:
-    """The properties that a patch expects of its target.
+    """The properties that a patch expects its target to have.
 
     Attributes:
-        name: short, unique name of the patch, which is shown in logs and by `verl_patches.status()`.
-        target: "module:attribute.path" of the callable that is wrapped or the object that is extended.
-        signature: parameters with defaults and without annotations, as printed by `bare_signature`, quoted from
-            upstream's source; None if Python cannot read one from the target. "(self, data, ...)" quotes only the first
-            parameters, for a wrapper that passes on the rest.
+        name: short, unique name of the patch, shown in logs and by `verl_patches.status()`.
+        target: "module:attribute.path" of the callable to wrap or the object to extend.
+        signature: parameters with defaults but without annotations, as printed by `bare_signature`, quoted from
+            upstream's source; None if Python cannot read a signature from the target. "(self, data, ...)" quotes only
+            the first parameters, for a wrapper that passes on all others.
         distribution: the installed distribution whose release is checked, or "python".
         releases: version specifier of the releases that were tested, for instance "==0.9.1", or a tuple of
             alternatives, ("==0.7.1", "==0.8.0").
-        keys: literals that the target's code, including nested functions, must contain. Each is a string, or a tuple of
-            three or more strings that must appear as a complete list or tuple, so that an additional key is noticed as
-            well.
-        names: globals and attributes that the target's code, including nested functions, must look up, because
-            overriding a hook or replacing a name has no effect if the code no longer looks it up.
-        option: the configuration key that requires the contract when it is used; empty if every run needs the contract.
+        keys: literals that the target's code, including nested functions, must contain. Each literal is a string, or a
+            tuple of three or more strings that must appear as a complete list or tuple, so that an additional key is
+            detected too.
+        names: globals and attributes that the target's code, including nested functions, must look up. If the code no
+            longer looks up a name, overriding or replacing it has no effect.
+        option: the configuration key that needs the contract; empty if every run needs it.
     """
 
     name: str
@@ -80,8 +80,8 @@ class Contract:
 
         Raises:
             NotInstalledError: the distribution is not installed.
-            PatchError: the release was not tested and untested releases are not allowed, the target does not exist or
-                cannot be imported, or its signature, keys or names differ.
+            PatchError: the release was not tested and untested releases are not allowed; or the target does not exist
+                or cannot be imported; or its signature, keys or names differ.
         """
         self._check_release()
         target = resolve(self.target)
@@ -102,7 +102,7 @@ class Contract:
         return target
 
     def allows(self, signature: str | None) -> bool:
-        """Return True if a bare signature equals the quoted one or, if that ends in "...", starts with it."""
+        """Return True if a bare signature equals the quoted signature, or starts with it if the quote ends in "..."."""
         quoted = self.signature or ""
         if signature is not None and quoted.endswith(_AND_MORE):
             stem = quoted.removesuffix(_AND_MORE)
@@ -110,7 +110,7 @@ class Contract:
         return signature == self.signature
 
     def in_force(self) -> bool:
-        """Return True if the patch with this name wraps the target in this process; import nothing and never raise."""
+        """Return True if this patch wraps the target in this process. Imports nothing and never raises."""
         return is_wrapped(loaded(self.target), self.name)
 
     def covers(self, release: str) -> bool:
@@ -144,10 +144,10 @@ class Contract:
         )
 
     def moved(self, found: str, expected: str | None = None) -> str:
-        """Build the error message for a target that is not as expected, with what was found and the fix."""
+        """Build the error message for an unexpected target: what was expected, what was found, and the fix."""
         needed = f", which {self.option} needs" if self.option else ""
         return (
-            f"patch {self.name!r}{needed}: the target {self.target} has moved. Expected "
+            f"patch {self.name!r}{needed}: the target {self.target} has changed. Expected "
             f"{expected or self.signature or 'it to exist'}, found {found}. Fix: install {self.tested}, or "
             f"read the new target and adapt the patch and its contract (see verl_patches/README.md)."
         )
@@ -155,11 +155,11 @@ class Contract:
 
 @dataclass(frozen=True)
 class Seams:
-    """Factory of contracts on those attributes of one module or class of verl that a run calls or overrides.
+    """Factory of contracts on attributes of one module or class of verl that a run calls or overrides.
 
     Attributes:
-        owner: "module" or "module:Class".
-        releases, option: the same fields of each contract.
+        owner: the module or class, as "module" or "module:Class".
+        releases, option: the contract's fields of the same names.
     """
 
     owner: str
@@ -172,8 +172,8 @@ class Seams:
         Args:
             quoted: the attribute with its signature, such as "step(self, metrics)"; without parentheses, the signature
                 is not checked.
-            name: name of the contract, by default the attribute's.
-            keys, names: the same fields of the contract, separated by blanks.
+            name: name of the contract; by default, the attribute's name.
+            keys, names: the contract's fields of the same names, as strings separated by spaces.
         """
         attribute, opened, rest = quoted.partition("(")
         target = f"{self.owner}{'.' if ':' in self.owner else ':'}{attribute}"
@@ -188,7 +188,7 @@ def check_all(contracts: Iterable[Contract]) -> None:
     """Check each contract against the installed releases.
 
     Raises:
-        PatchError: a function has moved, or the release was not tested and untested releases are not allowed.
+        PatchError: a function has changed, or the release was not tested and untested releases are not allowed.
     """
     for contract in contracts:
         contract.check()
@@ -196,14 +196,16 @@ def check_all(contracts: Iterable[Contract]) -> None:
 
 @functools.cache
 def _warn_untested(distribution: str, release: str) -> None:
-    logger.warning("%s %s is untested, so every function in use is checked against its contract", distribution, release)
+    logger.warning(
+        "%s %s is untested, so every function that the run uses is checked against its contract", distribution, release
+    )
 
 
 def of_installed(*contracts: Contract) -> Contract:
-    """Return the contract for the installed release, from contracts that differ by release.
+    """Return the contract for the installed release, given one contract per release.
 
-    If no contract covers the release, the last contract is returned. Its `check` then fails, or passes if untested
-    releases are allowed.
+    If no contract covers the release, the last contract is returned. Its `check` then fails unless untested releases
+    are allowed.
     """
     release = installed_release(contracts[0].distribution)
     return next((each for each in contracts if release and each.covers(release)), contracts[-1])
@@ -212,8 +214,8 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """Return the installed version of a distribution without its local part, or None.
 
-    verl's version is read from the version file of the package that an import finds. This is necessary because a
-    checkout on the path may have no metadata, or may precede an installed release that has metadata.
+    verl's version is read from the version file of the package that an import would find, because a checkout on the
+    path may have no metadata, and may take precedence over an installed release that has metadata.
     """
     if distribution == "python":
         return platform.python_version()
@@ -231,10 +233,10 @@ def _metadata_release(distribution: str) -> str | None:
 
 
 def demand_release() -> str:
-    """Return the release of verl that an import would find, if it is supported, without importing verl.
+    """Return the release of verl that an import would find, without importing verl; it must be supported.
 
     Raises:
-        PatchError: verl is missing, or its release is too old, or unsupported and not allowed.
+        PatchError: verl is missing, or its release is too old, or is unsupported and not allowed.
     """
     release = installed_release("verl")
     supported = f"Supported: {', '.join(TESTED)}."
@@ -245,7 +247,7 @@ def demand_release() -> str:
     fix = f"pip install verl=={attributes_of(release).name}"
     folder = location("verl")
     if folder is not None and _metadata_release("verl") != release:  # a checkout, which pip does not replace
-        fix += f", and take {folder.parent} off PYTHONPATH"
+        fix += f", and remove {folder.parent} from PYTHONPATH"
     if not is_too_old(release):
         fix += f"; or set {ALLOW_UNTESTED}=1 to try this release; every function that the correction needs is checked"
     raise PatchError(f"verl {release} in {folder} is not supported. {supported} Fix: {fix}.")
@@ -268,7 +270,7 @@ def _release_beside(package: str) -> str | None:
 
 
 def resolve(target: str) -> Any:
-    """Return the object that "module:attribute.path" names, or None if the module or the attribute does not exist.
+    """Return the object named by "module:attribute.path"; None if the module or the attribute does not exist.
 
     Raises:
         PatchError: the module exists but cannot be imported, for example because another module is missing.
@@ -276,17 +278,19 @@ def resolve(target: str) -> Any:
     module_name, _, path = target.partition(":")
     try:
         return _attribute(importlib.import_module(module_name), path)
-    except PatchError:  # raised by a patch that waited for this import
+    except PatchError:  # a patch that waited for this import has raised this error
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             return None
-        proposed = "install the missing module" if isinstance(error, ImportError) else "do what the error message says"
+        proposed = (
+            "install the missing module" if isinstance(error, ImportError) else "follow the advice in the error message"
+        )
         raise PatchError(f"{target} cannot be imported: {error}. Fix: {proposed}.") from error
 
 
 def loaded(target: str) -> Any:
-    """Like `resolve`, but only look in modules that this process has imported; None otherwise. Never raises."""
+    """Like `resolve`, but only look in modules that this process has already imported. Never raises."""
     module_name, _, path = target.partition(":")
     try:
         return _attribute(sys.modules.get(module_name), path)
@@ -302,14 +306,14 @@ def _attribute(owner: Any, path: str) -> Any:
 
 
 def is_needed(error: ModuleNotFoundError) -> bool:
-    """Return True if a missing module belongs to verl or to this package, which every patch needs."""
+    """Return True if the missing module belongs to verl or to this package; every patch needs both."""
     return (error.name or "").partition(".")[0] in {"verl", "recipe", __name__.partition(".")[0]}
 
 
 def bare_signature(function: Callable[..., Any]) -> str:
-    """Return the signature without annotations, because upstream may change annotations without changing the call.
+    """Return the signature without annotations, because upstream may change annotations without changing calls.
 
-    Wrappers are looked through, so a patched target still shows its own signature.
+    Wrappers are unwrapped, so the result for a patched target is its original signature.
     """
     signature = inspect.signature(function)
     # Ray adds a parameter to the methods of actor classes.
@@ -321,7 +325,8 @@ def bare_signature(function: Callable[..., Any]) -> str:
 def literals(target: Any) -> frozenset[Key]:
     """Collect the strings, and tuples and lists of strings, in the code of a function or of a class's methods.
 
-    A list literal of one or two strings is not a constant in Python's bytecode, so it is not found as a list.
+    Python's bytecode stores a list literal as a constant only if it has three or more items, so shorter lists are not
+    found.
     """
     return frozenset(constant for code in _codes(target) for constant in _constants(code))
 
@@ -364,7 +369,7 @@ def _constants(code: CodeType) -> Iterator[Key]:
 
 
 def _held(target: Any) -> str:
-    """Format the keys in a target's code for a message, leaving out sentences such as docstrings."""
+    """Format the keys in a target's code for a message, omitting sentences such as docstrings."""
     words = sorted(key for key in literals(target) if isinstance(key, str) and key.isidentifier())
     return ", ".join(words) or "a target without Python code"
 
@@ -372,14 +377,15 @@ def _held(target: Any) -> str:
 def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     """Wrap the target in `wrapper(original, *args, **kwargs)`, once.
 
-    A coroutine function stays a coroutine function for inspection; its wrapper returns an awaitable. A static method
-    stays static.
+    The wrapper of a coroutine function is also a coroutine function according to `inspect`, and returns an awaitable. A
+    static method stays static.
 
     Returns:
-        True if the target was wrapped now; False if this patch was already in force.
+        True if this call wrapped the target; False if this patch was already in force.
 
     Raises:
-        PatchError: the contract is not met, or the target is a class method, whose class would be lost in a wrapper.
+        PatchError: the contract is not met, or the target is a class method, which a wrapper would detach from its
+            class.
     """
     original = contract.check()
     if is_wrapped(original, contract.name):
@@ -391,7 +397,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     if isinstance(kind, classmethod):
         raise PatchError(contract.moved("a class method", "a function or a static method"))
     patched = _in_front_of(original, wrapper)
-    # functools.wraps copies the marks of earlier wrappers, so this wrapper's own name is set last.
+    # functools.wraps copies the attributes of earlier wrappers, so this wrapper's own name is set last.
     setattr(patched, _MARK, contract.name)
     setattr(owner, attribute, staticmethod(patched) if isinstance(kind, staticmethod) else patched)
     logger.info("patch %s in force on %s", contract.name, contract.target)
@@ -414,7 +420,7 @@ def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 def is_wrapped(function: Any, name: str) -> bool:
     """Return True if one of the wrappers of `function` is the patch `name`."""
     while function is not None:
-        # Builtins have no __dict__; other wrappers of the same target may be outside or inside this one.
+        # Builtins have no __dict__. Other wrappers of the same target may surround this one, or be inside it.
         if getattr(function, "__dict__", {}).get(_MARK) == name:
             return True
         function = getattr(function, "__wrapped__", None)

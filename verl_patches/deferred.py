@@ -1,7 +1,7 @@
-"""Patches that wrap their targets at once, or right after the module that they target has been imported.
+"""Patches that wrap their targets immediately, or as soon as the targets' module has been imported.
 
 Some targets, such as vLLM's layers, are expensive to import and needed in only a few processes. If such a target is
-patched when it is imported, the order of imports does not matter, and other processes are not affected.
+patched after its import, the order of imports does not matter, and other processes need not import it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .contract import Contract, check_all, wrap
 
 
 def after_import(module_name: str, action: Callable[[], object]) -> None:
-    """Call `action` once `module_name` has been imported: now, or right after its import.
+    """Call `action` now if `module_name` has been imported, otherwise right after its import.
 
-    An error of the action propagates to the importer. It is also recorded for `verl_patches.status()`, because
-    importers swallow errors. The next import of the module raises the error again.
+    An error raised by the action propagates to the importer, and is recorded for `verl_patches.status()`, because
+    importers may swallow errors. The next import of the module raises the error again.
     """
     if module_name in sys.modules:
         action()
@@ -31,7 +31,7 @@ def after_import(module_name: str, action: Callable[[], object]) -> None:
 
 
 def is_awaited(module_name: str) -> bool:
-    """Return True if an action waits for a module that has not been imported yet."""
+    """Return True if an action is waiting for the import of this module."""
     # The finders of other packages do not have this attribute.
     watched = any(getattr(finder, "module_name", None) == module_name for finder in sys.meta_path)
     return watched and module_name not in sys.modules
@@ -40,7 +40,7 @@ def is_awaited(module_name: str) -> bool:
 def find_behind(
     finder: importlib.abc.MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Find a module through the finders after ``finder``."""
+    """Find a module with the finders that come after ``finder``."""
     for other in sys.meta_path[sys.meta_path.index(finder) + 1 :]:
         # Finders written for Python before 3.4 do not have find_spec.
         find = getattr(other, "find_spec", None)
@@ -51,10 +51,10 @@ def find_behind(
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Import finder that finds one module through the finders after itself, and adds the action to the module's loader.
+    """Import finder that finds one module with the finders after it, and adds the action to the module's loader.
 
-    The finder stays until the module has been imported and the action has run. A lookup of the module's spec, or a
-    failed import, does not remove it.
+    The finder stays installed until the module has been imported and the action has run. Looking up the module's spec,
+    or a failed import, does not remove it.
     """
 
     def __init__(self, module_name: str, action: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that loads a module in the same way as the original loader, and then runs the action."""
+    """Loader that loads a module with the original loader, and then runs the action."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], object]) -> None:
         self.loader = loader
@@ -104,9 +104,9 @@ class ReleasePatch:
     """A patch: wrappers that are installed together.
 
     Attributes:
-        wrappers: the contract with each target and its wrapper, for every release that needs the patch.
-        after: module whose import triggers the installation of the patch; None if the patch is installed at once.
-        cause: whether the installed releases need the patch.
+        wrappers: pairs of a target's contract and its wrapper, for each release that needs the patch.
+        after: module whose import triggers the installation; None to install the patch immediately.
+        cause: returns whether the installed releases need the patch.
     """
 
     wrappers: tuple[tuple[Contract, Callable[..., Any]], ...]
@@ -117,7 +117,7 @@ class ReleasePatch:
         """Wrap the targets now, or right after the import of `after`; repeated calls have no effect.
 
         Raises:
-            PatchError: a target has moved, or the release was not tested.
+            PatchError: a target has changed, or the release was not tested.
         """
         if not self.cause() or self.waiting() or self.in_force():
             return
@@ -131,7 +131,7 @@ class ReleasePatch:
         return any(getattr(finder, "action", None) == self.apply for finder in sys.meta_path)
 
     def in_force(self) -> bool:
-        """Return True if the patch is applied in this process. Does not import modules that wait for ``after``."""
+        """Return True if the patch is applied in this process. Does not import ``after``."""
         return (self.after is None or self.after in sys.modules) and self.is_applied()
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ class ReleasePatch:
         check_all(contract for contract, _ in self.wrappers)
 
     def apply(self) -> None:
-        """Wrap every target, if no target has moved."""
+        """Wrap every target if all contracts are met."""
         self.check()
         for contract, wrapper in self.wrappers:
             wrap(contract, wrapper)
@@ -151,11 +151,10 @@ class ReleasePatch:
 
 @dataclass(frozen=True)
 class Addition(ReleasePatch):
-    """A patch that adds something instead of wrapping; its wrappers are functions without arguments that make the
-    additions.
+    """A patch that adds something instead of wrapping; its wrappers take no arguments and make the additions.
 
     Attributes:
-        added: function that returns whether the addition is present.
+        added: returns whether the additions are present.
     """
 
     added: Callable[[], bool] = lambda: False

@@ -1,4 +1,4 @@
-"""Detection of the verl trainer and worker that the configured run uses.
+"""Finds out which trainer and worker of verl a configured run uses.
 
 | verl | trainer | worker |
 |---|---|---|
@@ -18,12 +18,12 @@ from .contract import demand_release, installed_release
 from .releases import Release, attributes_of
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
-"""The key that selects the engine."""
+"""Key that selects the training engine, such as fsdp2 or megatron."""
 LEGACY = "trainer.use_legacy_worker_impl"
 USE_V1 = "trainer.use_v1"
 MODE = "trainer.v1.trainer_mode"
 FULLY_ASYNC, ONE_STEP_OFF = "fully_async", "one_step_off"
-"""verl's programs with a V0 trainer that updates during rollouts: fully_async_policy, one_step_off_policy."""
+"""Programs of verl whose V0 trainer updates during rollouts: fully_async_policy and one_step_off_policy."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class LivePath:
 
     Attributes:
         release: installed release of verl.
-        trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
+        trainer: V0 is ``RayPPOTrainer``, which uses DataProto; V1 are the trainers that use TransferQueue.
         worker: the worker that computes the loss.
         strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or an unsupported one.
-        mode: sync; with V1 also colocate_async or separate_async; with V0 also fully_async or one_step_off.
+        mode: sync; V1 also has colocate_async and separate_async, V0 also has fully_async and one_step_off.
     """
 
     release: str
@@ -46,7 +46,7 @@ class LivePath:
 
     @property
     def attributes(self) -> Release:
-        """The attributes in which this release differs from others."""
+        """The ``Release`` with the attributes in which releases differ."""
         return attributes_of(self.release)
 
     @property
@@ -60,19 +60,19 @@ class LivePath:
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
-    """Find the path of a composed configuration; ``release`` is by default the release of verl that an import finds.
+    """Find the path of a composed configuration; by default, ``release`` is the one that an import of verl would find.
 
     Raises:
         PatchError: verl is not installed.
     """
     release = release or installed_release("verl") or demand_release()
     row = attributes_of(release)
-    # Releases without legacy actors, or without a V1 trainer, ignore the key.
+    # Releases without legacy actors or without a V1 trainer ignore this key.
     legacy = row.legacy_actors and OmegaConf.select(config, LEGACY, default="auto") != "disable"
     actor = config.actor_rollout_ref.actor
     strategy = actor.strategy
     if row.legacy_actors and not legacy and strategy in ("fsdp", "fsdp2"):
-        # The engine reads the FSDP version only from its own section.
+        # The engine reads the FSDP version only from its own section of the config.
         strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
     program = find_program_mode(config)
     v1 = bool(row.v1_modes and OmegaConf.select(config, USE_V1, default=False)) and program is None
@@ -86,7 +86,7 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
 
 
 def find_program_mode(config: DictConfig) -> str | None:
-    """Identify the program by the sections of its own primary configuration; None for main_ppo and similar programs."""
+    """Identify the program by sections that only its own configuration has; None for main_ppo and similar programs."""
     if OmegaConf.select(config, "async_training") is not None:
         return FULLY_ASYNC
     return ONE_STEP_OFF if OmegaConf.select(config, "rollout.nnodes") is not None else None
@@ -101,7 +101,7 @@ def count_prompts(config: DictConfig) -> Any:
 
 
 def describe_mode(config: DictConfig) -> tuple[str, str]:
-    """Return the key that selects the mode, with its value; for other programs, return their section."""
+    """Return the key that selects the mode and its value; for programs without such a key, return their section."""
     if (program := find_program_mode(config)) is not None:
         return ("async_training" if program == FULLY_ASYNC else "rollout"), program
     return MODE, str(OmegaConf.select(config, MODE, default="sync"))

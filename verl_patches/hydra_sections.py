@@ -1,11 +1,13 @@
-"""Adds this package's sections to the configuration of any Hydra program that selects one of this package's options.
+"""Adds this package's sections to the configuration of each Hydra program that selects one of its options.
 
 An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
-composes a defaults list in order. A group on the command line is composed last, so its sections would overwrite values
-of the user's own primary configuration. The sections are therefore inserted before everything except Hydra's own node.
+composes the entries of a defaults list in order. A group on the command line is composed last, so its sections would
+overwrite values of the user's primary configuration. The sections are therefore inserted before all entries except
+Hydra's own node.
 
-configs/platform/cuda.yaml uses ``${if_flash_attn:A,B}``, which is A if the launching process can import flash-attn,
-otherwise B. A launch replaces these interpolations with their values, because its workers cannot resolve them.
+configs/platform/cuda.yaml uses ``${if_flash_attn:A,B}``, which resolves to A if the launching process can import
+flash-attn, and to B otherwise. A launch replaces these interpolations with their values, because workers cannot resolve
+them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ LOAD = Contract(
 
 
 def find_folder() -> Path:
-    """Find the folder of the groups, ``configs/`` of this checkout or its copy in an installation."""
+    """Find the folder of the configuration groups: ``configs/`` of this checkout, or its copy in an installation."""
     spec = importlib.util.find_spec("recipe.offpolicy")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
@@ -64,12 +66,12 @@ def find_folder() -> Path:
 
 
 def bring_sections() -> None:
-    """Add the sections whenever one of the options is chosen, and explain former names of options. Idempotent.
+    """Add the sections whenever one of the options is selected, and explain former names of options. Idempotent.
 
     This also registers the interpolation that configs/platform/cuda.yaml uses.
 
     Raises:
-        PatchError: the function with which Hydra composes has moved.
+        PatchError: the Hydra function that composes configurations has changed.
     """
     wrap(COMPOSE, _compose)
     wrap(LOAD, _load)
@@ -103,7 +105,7 @@ def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any],
     others = [each for each in defaults if each not in of_hydra]
     names = [SECTIONS, *([_OF_FSDP] if any(each.config_path == "actor/dp_actor" for each in others) else [])]
     ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
-    # The sections belong before the primary file's own values, and after the defaults that this file lists.
+    # Insert the sections before the primary file's own values, and after the defaults that this file lists.
     own = next((at for at, each in enumerate(others) if each.primary), len(others))
     rollout = ResultDefault(config_path=_ROLLOUT, parent="<root>", package="")
     config = original(loader, [*of_hydra, *ours, *others[:own], rollout, *others[own:]], repo)
@@ -117,14 +119,14 @@ def _package_of(name: str) -> str:
 
 
 def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
-    """Return True if one of the options is chosen and the primary configuration does not include the sections."""
+    """Return True if one of the options is selected and the primary configuration does not include the sections."""
     paths = [str(each.config_path or "") for each in defaults]
     others = [path for each, path in zip(defaults, paths, strict=True) if not each.primary]
     chosen = [path for path in others if path.partition("/")[0] in GROUPS and "/" in path]
     if SECTIONS in paths or not chosen:
         return False
     loaded = (repo.load_config(path) for path in chosen)
-    # In this package's own program, the sections belong to the main folder.
+    # In this package's own program, the sections come from the main configuration folder.
     folder = find_folder().resolve()
     return any(each is not None and Path(each.path.removeprefix("file://")).resolve() == folder for each in loaded)
 
@@ -142,7 +144,7 @@ def explain_missing_flash_attention() -> str:
 
 
 def settle_flash_attention(config: Any) -> list[str]:
-    """Replace the interpolations of a launch with their values, in place; return a line that lists the values."""
+    """Replace the interpolations of a launch with their values, in place; return one line that lists the values."""
     from omegaconf import DictConfig, OmegaConf
 
     def asks(key: str) -> bool:

@@ -1,17 +1,16 @@
-"""Fast imports of verl, for a process that calls only a few functions of verl and trains nothing.
+"""Fast imports of verl for a process that calls only a few of its functions and does not train.
 
-At their top, verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes
-seconds. In a process that called `install()`, such an import runs when a name that it binds is first looked up, as in
-Python's `lazy import` (PEP 810). The process runs verl's own code with the same objects, but never imports unused
-modules.
+verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes seconds. After
+`install()`, such an import runs only when a name that it binds is first looked up, as in Python's `lazy import` (PEP
+810). The process runs verl's own code with the same objects, but does not import unused modules.
 
-The following are still imported at once: the standard library, `from x import *`, imports within `with`, and a `try`
-that does more than import. Annotations of functions are not evaluated. Annotations of fields are, because dataclasses
-read them.
+The following imports still run immediately: the standard library, `from x import *`, imports inside `with`, and imports
+inside a `try` that contains other statements. Annotations of functions are not evaluated; annotations of fields are
+evaluated, because dataclasses read them.
 
-tensordict, which verl's protocol needs, imports two decorators from PyTorch's compiler, which is slow to import. They
-affect only compiled code, so tensordict receives decorators that do nothing instead; other names in `torch._dynamo`
-still come from the compiler.
+tensordict, which verl's protocol needs, imports two decorators from PyTorch's compiler, which is slow to import. These
+decorators affect only compiled code, so tensordict receives decorators that do nothing instead. Other names in
+`torch._dynamo` still come from the compiler.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ _COMPILER = "torch._dynamo"
 
 
 def install(package: str = "verl") -> None:
-    """Make a package's imports lazy in this process, and keep the compiler out of tensordict. Idempotent."""
+    """Make a package's imports lazy in this process, and keep tensordict from importing the compiler. Idempotent."""
     for finder in (_build_finder(package), _TENSORDICT):
         if finder not in sys.meta_path:
             sys.meta_path.insert(0, finder)
 
 
 class _SourceFinder(importlib.abc.MetaPathFinder):
-    """Import finder for chosen modules, which later finders must find as source files.
+    """Import finder for selected modules; later finders must find these modules as source files.
 
     Args:
-        chooses: returns True if ``loader`` must load the module with this full name.
-        loader: replaces the loader that was found; called with that loader's arguments.
+        chooses: returns True for the full name of a module that ``loader`` must load.
+        loader: class of the replacement loader; called with the arguments of the loader that was found.
     """
 
     def __init__(self, chooses: Callable[[str], bool], loader: type[importlib.machinery.SourceFileLoader]) -> None:
@@ -71,7 +70,7 @@ def _build_finder(package: str) -> _SourceFinder:
 
 
 class _WithoutCompiler(importlib.machinery.SourceFileLoader):
-    """Loader that replaces the compiler's decorators with stand-ins while its module is imported."""
+    """Loader that replaces the compiler's decorators with dummies while its module is imported."""
 
     def exec_module(self, module: ModuleType) -> None:
         marks = ModuleType(_COMPILER)
@@ -92,7 +91,7 @@ _TENSORDICT = _SourceFinder(lambda module: module == "tensordict" and _COMPILER 
 
 
 def _ask_compiler(name: str) -> Any:
-    if name.startswith("__"):  # the import system looks up its own attributes on every module
+    if name.startswith("__"):  # the import system looks up its own attributes on each module
         raise AttributeError(name)
     sys.modules.pop(_COMPILER, None)
     return getattr(importlib.import_module(_COMPILER), name)
@@ -104,7 +103,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         tree = ast.parse(self.get_data(self.path), self.path)
         if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-            super().exec_module(module)  # the module defines its own lazy names
+            super().exec_module(module)  # the module defines its own ``__getattr__``
             return
         names = _Names(module, self.path)
         _register_imports(tree.body, names.statements)
@@ -117,7 +116,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Names(dict[str, Any]):
-    """A module's builtins, where Python looks up a name last; this lookup runs the import that binds the name.
+    """A module's builtins, where Python looks up a name last. The lookup here runs the import that binds the name.
 
     Attributes:
         statements: the module's lazy imports.
@@ -134,14 +133,14 @@ class _Names(dict[str, Any]):
         namespace = vars(self._module)
         try:
             self._import(name)
-        except KeyError as error:  # Python would report this as an undefined name
+        except KeyError as error:  # Python would report a KeyError as an undefined name
             raise LookupError(f"{name} cannot be imported: {error!r}") from error
         if name not in namespace:
             raise KeyError(name)
         return namespace[name]
 
     def get_attribute(self, name: str) -> Any:
-        """Look up a name from outside the module; used as the module's ``__getattr__``."""
+        """Look up a name that code outside the module requests; used as the module's ``__getattr__``."""
         if name == _EVERYTHING:  # ``import *`` first looks for ``__all__``, otherwise takes the bound names
             for each in list(self._waiting):
                 self._import(each)
@@ -159,7 +158,7 @@ class _Names(dict[str, Any]):
         statement = self.statements[place]
         names = set(_list_bound_names(statement))
         if any(name in self or name in vars(self._module) for name in names):
-            self._run(statement)  # a bound name is never looked up here
+            self._run(statement)  # a name that is already bound is never looked up here
             return
         for name in names:
             self._waiting.setdefault(name, []).append(statement)
@@ -169,7 +168,7 @@ class _Names(dict[str, Any]):
 
 
 def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
-    """Replace, in place, each import that can be delayed with a call that registers it among ``statements``."""
+    """Replace each import that can be delayed, in place, with a call that registers the import in ``statements``."""
     changed: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):
@@ -228,7 +227,7 @@ def _list_bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _leave_annotations_out(scope: ast.Module | ast.stmt) -> None:
-    """Remove annotations that only serve readers but that Python would evaluate on import."""
+    """Remove annotations that no code reads, because Python would evaluate them on import."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None

@@ -1,4 +1,4 @@
-"""Former names of options of the group ``correction``, and the message that explains them."""
+"""Former names of options in the group ``correction``, and the message that explains them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def _list_moved(value: str) -> list[str]:
 
 
 def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
-    """Explain that Hydra cannot find a configuration because it was renamed; None for any other name.
+    """Explain that Hydra cannot find a configuration because it was renamed; None if it was not renamed.
 
     Args:
         config: the configuration that Hydra looked for, such as "correction/yao2025_tis".
-        overrides: overrides on the command line.
+        overrides: the overrides on the command line.
     """
     name = (config or "").removeprefix(f"{_GROUP}/")
     if name == config or name not in MOVED:
@@ -62,7 +62,7 @@ def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
 
 
 def describe_moved(names: Sequence[str]) -> str:
-    """List the current names, in a sentence."""
+    """List the current names in a sentence."""
     return f"{', '.join(f'{name} is now {MOVED[name]}' for name in names)}."
 
 

@@ -1,7 +1,8 @@
-"""Entry point of the group `verl.plugins`, which verl 0.9 and later import in every process.
+"""Entry point in the group `verl.plugins`, which verl 0.9 and later load in every process.
 
-The plugin does nothing unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. verl
-logs a failing plugin at DEBUG and continues; the failure is recorded, and `verl_patches.status()` raises it.
+The plugin does nothing unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. If a
+plugin fails, verl logs the failure at DEBUG and continues; this package records it, and `verl_patches.status()` raises
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The supported releases of verl and the attributes in which they differ. This module imports no other package.
+"""The supported releases of verl, and the attributes in which they differ. This module imports no other package.
 
-To support another release, add it to `RELEASES` and its file to requirements/, and run the tests. The table lists each
-release by its differences from the next one.
+To support another release, add it to `RELEASES`, add its file to requirements/, and run the tests. Each release is
+defined by its differences from the next release.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ V1_MODES = ("sync", "colocate_async", "separate_async")
 
 @dataclass(frozen=True)
 class Release:
-    """A release of verl; the defaults are those of the newest one.
+    """A release of verl; the defaults describe the newest release.
 
     Attributes:
         name: the release, as pip spells it.
-        legacy_actors: whether it has actors without ``set_loss_fn``, and a key that selects them.
-        engine_attends_by_loss_mask: whether its engine, without ``use_remove_padding``, masks attention by the loss
-            mask.
+        legacy_actors: whether the release has actors without ``set_loss_fn``, and a key that selects them.
+        engine_attends_by_loss_mask: whether the engine uses the loss mask as attention mask if ``use_remove_padding``
+            is off.
         bound_pairs: whether ``rollout_is_threshold`` also accepts a pair, "0.5_2.0".
-        replaying_engines: strategies whose engine reads ``router_replay``.
-        platforms: whether it has a registry of platforms, reads VERL_ENGINE_DEVICE, and loads the entry point that
-            reads OFFPOLICY_PATCHES.
-        unpads_alone: whether it can remove padding without flash-attn.
+        replaying_engines: strategies whose engines read ``router_replay``.
+        platforms: whether verl has a platform registry, reads VERL_ENGINE_DEVICE, and loads the entry point that reads
+            OFFPOLICY_PATCHES.
+        unpads_alone: whether verl can remove padding without flash-attn.
         weight_versions: whether batches record the version of the weights that sampled a sequence.
         v1_modes: supported values of ``trainer.v1.trainer_mode``; empty without a V1 trainer.
-        staleness_limit: whether its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` requires.
-        token_versions: whether versions of the weights can be recorded per token, as its rollout servers report them.
-        scores_prompts: whether its rollout servers return vLLM's log-probs of a prompt's tokens.
-        fsdp_replay: whether its V1 trainer and its FSDP engine support routing replay.
-        watched_replay: whether the routes that its Megatron engine replays under the V1 trainer can be read in the
+        staleness_limit: whether the asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` requires.
+        token_versions: whether rollout servers report weight versions in a form that can be recorded per token.
+        scores_prompts: whether rollout servers return vLLM's log-probs of a prompt's tokens.
+        fsdp_replay: whether the V1 trainer and the FSDP engine support routing replay.
+        watched_replay: whether the routes that the Megatron engine replays with the V1 trainer can be read from the
             routers.
-        truncated_support: whether its rollout servers and its FSDP engine support replay of truncated sampling's
-            support.
-        scales_lr: whether the learning rate of its FSDP engine's optimizer can follow the effective sample size.
-        aggregates_gspo_by_key: whether its loss gspo follows ``loss_agg_mode``; if not, the aggregation is always
+        truncated_support: whether rollout servers and the FSDP engine can replay the support of truncated sampling.
+        scales_lr: whether the learning rate of the FSDP engine's optimizer can follow the effective sample size.
+        aggregates_gspo_by_key: whether the loss gspo follows ``loss_agg_mode``; if not, it always aggregates by
             ``seq-mean-token-mean``.
-        separate_programs: whether it has fully_async_policy and one_step_off_policy.
-        large_tensors: whether a tensor larger than the bucket of the weight sync is sent by a CUDA handle of its own.
-        merged_lora: whether its FSDP engine sends merged weights; earlier engines restore the base weights before the
-            merged ones are read.
-        sglang_adapters: engines of the trainer from which its SGLang rollouts load an adapter.
+        separate_programs: whether verl includes fully_async_policy and one_step_off_policy.
+        large_tensors: whether a tensor that exceeds the bucket of the weight sync is sent through a separate CUDA
+            handle.
+        merged_lora: whether the FSDP engine sends merged weights. Earlier engines restore the base weights before the
+            merged weights are read.
+        sglang_adapters: trainer engines from which SGLang rollouts can load an adapter.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Release:
 
 
 _V0_9_1 = Release("0.9.1")
-# Its separate_async computes pi_old as in 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of requests
-# differ, and hybrid_engine=false is ignored. Its servers report versions; recording them was not tested.
+# separate_async of 0.9.0 computes pi_old as in 0.9.1, but differs in warm-up, rollouts on the trainer's GPUs and
+# request balancing, and ignores hybrid_engine=false. Its servers report versions, but recording them was not tested.
 _V0_9_0 = replace(
     _V0_9_1,
     name="0.9.0",
@@ -111,11 +111,11 @@ RELEASES = (_V0_7_1, _V0_8_0, _V0_9_0, _V0_9_1)
 """Oldest first."""
 TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
-"""Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was checked only by contracts."""
+"""Releases of vLLM with a file in requirements/. For 0.24.0, which verl 0.9.1 requires, only contracts were checked."""
 FLASH_ATTN = "2.8.3"
 """Release of flash-attn that verl 0.9.1 pins; no run has used it yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
-"""Versions that verl's tag v0.8.0 has: in its version file, and in pip."""
+"""Versions of verl's tag v0.8.0: the one in its version file, and the one in pip."""
 
 
 def release_of(version: str) -> str:
@@ -125,7 +125,7 @@ def release_of(version: str) -> str:
 
 
 def attributes_of(release: str) -> Release:
-    """Return the row of a release; for an untested release, the newest row that is not later, otherwise the oldest."""
+    """Return the entry of a release; for an untested release, the newest entry that is not later, or the oldest."""
     number = _number(release)
     return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
 
@@ -136,7 +136,7 @@ def is_too_old(release: str) -> bool:
 
 
 def specifiers(holds: Callable[[Release], bool]) -> tuple[str, ...]:
-    """List version specifiers of the supported releases that have an attribute, for a contract: ("==0.9.1",)."""
+    """List the version specifiers, such as ("==0.9.1",), of the supported releases that have an attribute."""
     return tuple(f"=={release.name}" for release in RELEASES if holds(release))
 
 

@@ -1,9 +1,9 @@
 """Contracts on the servers, clients, agent loops and weight synchronisation of verl's rollouts, and the wrappers around
 them.
 
-This package's server classes, which verl starts through its registry of replicas, return the log-probs of a prompt from
-``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``. verl's key
-``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` selects this package's manager of agent loops.
+verl starts this package's server classes through its registry of replicas. Their ``generate(self, prompt_ids,
+sampling_params, request_id, ...)``, which overrides that of ``vLLMHttpServer``, returns the log-probs of a prompt.
+verl's key ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` selects this package's manager of agent loops.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 _V1 = "verl.trainer.ppo.v1"
 _LOOPS = "verl.experimental.agent_loop"
 
-# Versions of the weights, per token: in the V1 trainer's asynchronous modes, and in fully_async_policy, a subclass of
-# the client records the version of each attempt.
+# Weight versions per token: in the V1 trainer's asynchronous modes and in fully_async_policy, a subclass of the client
+# records the version of each attempt.
 _RESUMING = "FullyAsyncLLMServerClient get_client"
 _GENERATE = (
     "generate(self, request_id, *, prompt_ids, sampling_params, image_data=None, video_data=None, audio_data=None, "
@@ -37,7 +37,7 @@ VERSIONS = (
     _of_versions(f"{_SERVERS}:LLMServerClient")(
         _GENERATE, name="LLMServerClient.generate", keys="global_steps", names="extra_fields remote"
     ),
-    # The resume loop: each attempt calls the base class; after an aborted attempt, there is another attempt.
+    # The resume loop: each attempt calls the base class, and an aborted attempt is followed by another one.
     _of_versions(f"{_SERVERS}:FullyAsyncLLMServerClient")(
         _GENERATE,
         name="FullyAsyncLLMServerClient.generate",
@@ -54,7 +54,7 @@ VERSIONS = (
     _of_versions("verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class")(
         "init_agent_loop_manager", names="get_llm_client"
     ),
-    # A tool agent uses one request id, and keeps the extra fields of its first turn unchanged.
+    # A tool agent uses one request id for all turns, and keeps the extra fields of its first turn.
     _of_versions(f"{_LOOPS}.tool_agent_loop:ToolAgentLoop")(
         "_handle_generating_state",
         name="turns of a tool agent",
@@ -125,13 +125,13 @@ def note_clients(note: Callable[[Any], Any]) -> None:
     wrap(_V0_CLIENT, lambda original, *args, **kwargs: _notes[-1](original(*args, **kwargs)))
 
 
-# Agent loops: sequences are scored for process rewards before verl's reward. Nothing is patched.
+# Agent loops: sequences are scored for process rewards before verl computes their rewards. Nothing is patched.
 _of_scores = partial(Seams, releases=specifiers(attrgetter("scores_prompts")), option="process_reward")
 _loop_worker = _of_scores(f"{_LOOPS}.agent_loop:AgentLoopWorker")
 _replicas = _of_scores("verl.workers.rollout.replica:RolloutReplicaRegistry")
 _client = _of_scores(f"{_SERVERS}:LLMServerClient")
 AGENT_LOOPS = (
-    # The output of every agent loop passes through this method, after the loop's last token.
+    # Every agent loop's output passes through this method after the loop's last token.
     _loop_worker("_agent_loop_postprocess(self, output, validate, **kwargs)", names="extra_fields _compute_score"),
     _loop_worker("_run_agent_loop", keys="validate", names="llm_client _agent_loop_postprocess"),
     # Monte-Carlo checks use this method to reward rollouts.
@@ -143,7 +143,7 @@ AGENT_LOOPS = (
     ),
     _replicas("register(name, loader)", name="register of replicas", names="_registry"),
     _replicas("get(name)", name="get of replicas", names="_registry"),
-    # In 0.9.0 and later, both methods have more parameters.
+    # In 0.9.0 and later, both methods have additional parameters.
     _client("_acquire_server", names="acquire_server"),
     _client("_release_server", names="release_server"),
 )
@@ -172,8 +172,8 @@ TURNS = (
 """Contracts on the rewards of turns, which ``recipe.offpolicy.extensions.turn_credit`` reads from ``extra_fields``."""
 
 
-# No table lists the following contracts, because their modules can be imported only where vLLM is installed and verl
-# supports its release. This is the case in the server's own process, which checks the contracts.
+# The following contracts are not in a table, because their modules can be imported only where vLLM is installed in a
+# release that verl supports. This is the case in the server's own process, which checks the contracts.
 def build_scoring_server() -> tuple[Contract, ...]:
     """Build the contracts on verl's vLLM server, which ``process_reward.scoring_server`` overrides."""
     return _build_server(_of_scores, "global_steps")
@@ -186,7 +186,7 @@ def build_support_server() -> tuple[Contract, ...]:
 
 
 def _build_server(of: Callable[[str], Seams], key: str) -> tuple[Contract, ...]:
-    """Build the contracts of an option whose server reads ``key`` in verl's ``generate``."""
+    """Build the contracts of an option for which verl's ``generate`` must read ``key``."""
     server = f"{_VLLM}.vllm_async_server"
     return (
         of(f"{server}:vLLMReplica")("launch_servers(self)", name="server_class", names="server_class"),
@@ -215,7 +215,7 @@ def build_weight_receivers() -> tuple[Contract, Contract, Contract]:
 WEIGHT_SYNC = Seams("verl.checkpoint_engine.base:CheckpointEngineManager")(
     "update_weights(self, global_steps=None)", name="update_weights of the manager", names="update_weights"
 )
-"""The function by which verl sends weights to its rollout servers, on which every run relies."""
+"""The function through which verl sends weights to its rollout servers; every run relies on it."""
 _listeners: list[Callable[[Any], None]] = []
 
 
@@ -226,7 +226,7 @@ def listen(heard: Callable[[Any], None]) -> None:
 
 
 def _tell(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    # verl's auto_await returns a coroutine if its caller is a coroutine, and otherwise runs the coroutine.
+    # verl's auto_await returns a coroutine if its caller is a coroutine; otherwise, it runs the coroutine.
     if sys._getframe(2).f_code.co_flags & inspect.CO_COROUTINE:
         return _tell_awaited(original, manager, *args, **kwargs)
     result = original(manager, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Passes the environment variables of this process to Ray's workers.
 
-In a running cluster, workers inherit the environment of the cluster's nodes. The variables that workers need are sent
-in `ray_kwargs.ray_init.runtime_env.env_vars`, which verl passes to `ray.init`.
+In a running cluster, workers inherit the environment of the cluster's nodes. This module sends the variables that they
+need in `ray_kwargs.ray_init.runtime_env.env_vars`, which verl passes to `ray.init`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 KEY = "ray_kwargs.ray_init.runtime_env"
 MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS", MODEL_RUNNER)
-"""Variables of verl and vLLM that a worker must share with the driver."""
+"""Variables of verl and vLLM that must be the same in workers and driver."""
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
 VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)
-"""Variables of workers whose values the launch extends."""
+"""Variables whose values the launch extends for the workers."""
 _SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in which Ray passes a submitted job its own runtime environment
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # variable in which Ray passes a submitted job its runtime environment
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
 class ContradictionError(PatchError):
-    """A variable has one value in the configuration or the submitted job, and another in this process.
+    """A variable has different values in this process and in the configuration or the submitted job.
 
     Attributes:
         key: key of the configuration that sets the variable; "" if the submitted job sets it.
         value: the other value.
-        reason: what workers need.
+        reason: the value that workers need.
         fix: how to resolve the contradiction.
     """
 
@@ -54,12 +54,12 @@ def forward(
     environ: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> None:
-    """Put the variables that workers need into the runtime environment of a Hydra configuration, in place.
+    """Add the variables that workers need to the runtime environment of a Hydra configuration, in place.
 
     Args:
         config: a configuration that contains verl's `ray_kwargs.ray_init`.
-        groups: groups of patches that are in force in this process and that workers also need, whether requested or
-            not.
+        groups: groups of patches that are in force in this process and that workers also need, whether or not the
+            environment requests them.
         environ: environment of this process.
         modules: modules that verl must import in every worker, in addition to those of the groups.
 
@@ -72,7 +72,7 @@ def forward(
 
     environ = os.environ if environ is None else environ
     job = _job_runtime_env(environ)
-    # Ray adds a job's working directory, wherever it is on a worker's node, to the path of the workers.
+    # Ray adds a job's working directory to the path of the workers, wherever it is on their node.
     checkout = None if job.get("working_dir") else checkout_root()
     node = OmegaConf.select(config, KEY)
     given = {} if node is None else OmegaConf.to_container(node, resolve=True)
@@ -116,14 +116,14 @@ def merged(
 ) -> dict[str, object]:
     """Merge the user's variables with the variables that workers need.
 
-    Lists (of modules or paths) are joined, starting with the user's. Variables that the submitted job has set already
-    are left out, because Ray rejects a variable that is set in both places, even to the same value.
+    Lists (of modules or paths) are joined, starting with the user's values. Variables that the submitted job already
+    sets are left out, because Ray rejects a variable that is set in both places, even if the values are equal.
 
     Args:
         given: `env_vars` of the user's configuration.
         wanted: variables that workers need.
         job: `env_vars` with which a job was submitted; empty outside a job.
-        may_override: whether Ray was told that the driver's variables may override the job's.
+        may_override: whether Ray is configured to let the driver's variables override the job's.
 
     Raises:
         ContradictionError: a variable has another value in `given` or `job`.
@@ -140,7 +140,7 @@ def merged(
         elif key not in job or may_override:
             result[key] = joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
         elif key != PYTHONPATH and joined(key, job[key], value) != joined(key, job[key]):
-            # Only the job knows where its files are; if they lack a package, the import of verl fails.
+            # Only the job knows where its files are. If a package is missing there, the import of verl fails.
             fix = f"Submit the job with {key}={joined(key, job[key], value)}, or set {_OVERRIDE}=1."
             there = f"{key}={job[key]} of the submitted job"
             raise ContradictionError(there, "", job[key], _needed(key, value), fix)
@@ -154,7 +154,7 @@ def _job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def checkout_root() -> str | None:
-    """Return the folder that contains this package, unless it is one of the interpreter's own package folders."""
+    """Return the folder that contains this package; None if it is one of the interpreter's own package folders."""
     root = Path(__file__).resolve().parents[1]
     paths = sysconfig.get_paths()
     installed = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
@@ -166,8 +166,8 @@ def _needed(key: str, value: str) -> str:
 
 
 def joined(key: str, *values: str) -> str:
-    """Join values of an environment variable: lists contain each part once, in order; otherwise, the last value is
-    used."""
+    """Join values of an environment variable. A list contains each part once, in order; otherwise, the last value
+    wins."""
     separator = _SEPARATORS.get(key)
     if separator is None:
         return values[-1]

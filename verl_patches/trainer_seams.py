@@ -1,7 +1,8 @@
 """Contracts on the methods of verl's trainers that a corrected trainer overrides, and the wrappers around them.
 
-V0 is ``RayPPOTrainer``. Its ``fit`` is one long method that calls the module's ``compute_advantage``. Hooks around the
-advantages therefore wrap that function, both in its own module and wherever another module has imported it by name.
+V0 is ``RayPPOTrainer``. Its ``fit`` is a single long method that calls the module-level function ``compute_advantage``.
+Hooks around the advantages therefore wrap this function, both in its own module and in modules that have imported it by
+name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .contract import Contract, PatchError, Seams, loaded, logger, resolve, wrap
 from .releases import specifiers
 
 _V0_PROGRAM = "verl.trainer.main_ppo_v0"
-"""Module of the V0 task runner in releases whose main_ppo contains a different task runner."""
+"""Module of the V0 task runner, in releases whose main_ppo contains a different task runner."""
 _V0_TRAINER = "verl.trainer.ppo.ray_trainer"
 _V1 = "verl.trainer.ppo.v1"
 _V1_TRAINER = f"{_V1}.trainer_base:PPOTrainer"
@@ -76,7 +77,7 @@ V1 = (
     _v1("_compute_ref_log_prob(self, batch, metrics)"),
     _v1("_compute_advantage(self, batch, metrics)"),
     _v1("_update_actor(self, batch, metrics)", names="actor_rollout_wg update_actor"),
-    # This method sets the ranks of the actor's workers, from which the split of rows is read.
+    # This method sets the ranks of the actor's workers, which determine how rows are split.
     _v1("_balance_batch", names="_dispatch_info"),
     _v1("_next_train_batch(self, num_prompts=None)"),
     _v1("_add_batch_to_generate", names="_next_train_batch"),
@@ -165,13 +166,13 @@ _around: list[Callable[..., Any]] = []
 
 
 def plain_advantage() -> Callable[..., Any]:
-    """Return verl's own ``compute_advantage``, which both trainers call, without ``around_advantage``'s wrapper."""
+    """Return verl's own ``compute_advantage``, which both trainers call, without this module's wrapper."""
     found: Callable[..., Any] = inspect.unwrap(importlib.import_module(_V0_TRAINER).compute_advantage)
     return found
 
 
 def hook_advantage() -> None:
-    """Wrap ``compute_advantage``, including where other modules have imported it by name. Idempotent."""
+    """Wrap ``compute_advantage``, also in modules that have imported it by name. Idempotent."""
     module = importlib.import_module(_V0_TRAINER)
     plain = module.compute_advantage
     wrap(_ADVANTAGE, _compute_advantage)
@@ -182,7 +183,7 @@ def hook_advantage() -> None:
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:
-    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; the hook given last is used."""
+    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; a later hook replaces this one."""
     # The hook is replaced in place: the function is wrapped only once, and a later trainer's hook replaces the earlier
     # one.
     _around[:] = [hook]
@@ -205,7 +206,7 @@ _SEPARATE_ASYNC = f"{_V1}.trainer_separate_async"
 
 class _LoggerContract(Contract):
     def in_force(self) -> bool:
-        """Return True if the module's logger is the proxy; unlike other patches, it wraps no function."""
+        """Return True if the module's logger is the proxy; unlike other patches, this one does not wrap a function."""
         return isinstance(loaded(f"{_SEPARATE_ASYNC}:logger"), _WithoutFlush)
 
 

@@ -3,7 +3,7 @@ functions.
 
 The trainer sends a loss to the workers with ``set_loss_fn``, and the engine calls this loss on each micro-batch. The
 loss calls verl's ``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted
-from the named releases, in all of which they are the same. They are checked before a run starts.
+from the named releases and are the same in all of them. They are checked before a run starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POSTPROCESS_OUTPUT = _training_worker(
 LOSS = (
     _worker("set_loss_fn(self, loss_fn)"),
     _worker("update_actor(self, data)"),
-    # This key tells the loss which mini-batch is the last of an update.
+    # This key tells the loss which mini-batch is the last one of an update.
     _training_worker("train_mini_batch(self, data)", keys="update_lr_scheduler"),
     _POSTPROCESS_OUTPUT,
     Seams("verl.workers.utils.losses")(
@@ -45,7 +45,7 @@ LOSS = (
     ),
     Seams("verl.workers.utils.padding")("no_padding_2_padding(tensor, data)"),
 )
-"""All functions of verl's workers that the engine path calls, or that call the engine path."""
+"""All functions of verl's workers that this package's code on the engine path calls or is called by."""
 
 _of_replay = partial(Seams, releases=specifiers(attrgetter("fsdp_replay")), option="router_replay")
 _engine = _of_replay(f"{_FSDP}:FSDPEngine")
@@ -85,8 +85,8 @@ ROUTER_REPLAY = (
     ),
 )
 """Parts of verl that ``recipe.offpolicy.replay`` wraps, overrides or relies on. In releases whose FSDP engine has no
-replay, a subclass of verl's worker sets, on the batch, the flag that verl's own engines expect, and three methods of
-the engine's instance are wrapped."""
+replay, a subclass of verl's worker sets the batch flag that verl's own engines expect, and three methods of the
+engine's instance are wrapped."""
 
 _of_megatron = partial(Seams, releases=specifiers(attrgetter("watched_replay")), option="router_replay")
 _megatron_model = _of_megatron(f"{_MEGATRON}:MegatronEngineWithLMHead")
@@ -107,8 +107,8 @@ MEGATRON_REPLAY = (
         names="forward_step clear_global_indices",
     ),
     _routes("iter_model_routers(model)"),
-    # If routes have one entry per layer, they are indexed by the layer's number, otherwise by the layer's position
-    # among the layers with experts.
+    # Routes with one entry per layer are indexed by the layer's number; other routes are indexed by the layer's
+    # position among the layers with experts.
     _routes("set_router_replay_data", names="num_layers is_moe_layer set_target_indices"),
     _of_megatron("verl.utils.megatron.router_replay_patch:RouterReplay")(
         "set_target_indices(self, topk_indices, replay_mask=None)", names="target_topk_idx target_replay_mask"
@@ -151,7 +151,7 @@ def accept_padded() -> None:
     """Let verl's loss accept ``Padded`` in this process. Idempotent; later calls cost almost nothing.
 
     Raises:
-        PatchError: the target has moved.
+        PatchError: the target has changed.
     """
     if not PADDING.in_force():
         wrap(PADDING, _padded)
@@ -162,13 +162,13 @@ def _padded(target: Callable[..., Any], tensor: Any, data: Any) -> Any:
 
 
 def complete_sent_metrics() -> None:
-    """Complete a loss's metrics before verl's worker sends them to other processes. Idempotent.
+    """Complete the metrics of a loss before verl's worker sends them to other processes. Idempotent.
 
     verl gathers the metrics of a mini-batch over ranks in ``_postprocess_output``, only on the ranks whose metrics are
-    used. After the backward passes, this patch calls ``complete``, if this process has verl's worker.
+    used. If this process has verl's worker, this patch calls ``complete`` after the backward passes.
 
     Raises:
-        PatchError: the target has moved.
+        PatchError: the target has changed.
     """
     if _WORKERS in sys.modules and not METRICS.in_force():
         wrap(METRICS, _postprocess_output)

@@ -128,7 +128,7 @@ def test_a_target_that_cannot_be_imported_has_not_moved(
         Contract("wanting", f"{name}:f", "()", "packaging", ">=20").check()
     assert str(error.value).startswith(f"{name}:f cannot be imported: {reason}")
     proposed = (
-        "do what the error message says"
+        "follow the advice in the error message"
         if "attribute" in reason or "platform" in reason
         else "install the missing module"
     )
@@ -144,7 +144,7 @@ def test_an_untested_release_needs_an_opt_in(module: ModuleType, monkeypatch: py
         untested.check()
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     assert untested.check() is module.Owner.double
-    with pytest.raises(PatchError, match="has moved"):  # the opt-in is for releases, not for signatures
+    with pytest.raises(PatchError, match="has changed"):  # the opt-in is for releases, not for signatures
         contract(releases="<1", signature="()").check()
 
 

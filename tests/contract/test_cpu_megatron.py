@@ -149,4 +149,4 @@ def test_a_moved_target_is_noticed() -> None:
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert {line.split("|")[1].strip() for line in lines} == set(patches)
     assert len(lines) == len(patches) + 3  # three of them have two targets
-    assert all("has moved. Expected (nothing), found (" in line and "Fix: install" in line for line in lines)
+    assert all("has changed. Expected (nothing), found (" in line and "Fix: install" in line for line in lines)

@@ -1,4 +1,4 @@
-"""The CPU patches work with the installed releases, and raise an error if a target has moved.
+"""The CPU patches work with the installed releases, and raise an error if a target has changed.
 
 Patches change their process permanently, so each test that installs them runs in its own process.
 """
@@ -149,7 +149,7 @@ def test_a_moved_target_stops_the_process() -> None:
     assert len(lines) == len(MOVES)
     for patch, line in zip(MOVES, lines, strict=True):
         assert line.startswith(f"{patch} | patch '{patch}': the target ")
-        assert "has moved. Expected" in line
+        assert "has changed. Expected" in line
         assert "Fix:" in line
 
 

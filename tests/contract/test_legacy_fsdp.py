@@ -1,4 +1,4 @@
-"""The patch of verl 0.7.1's legacy FSDP actor fits the installed release, and names any target that has moved."""
+"""The patch of verl 0.7.1's legacy FSDP actor fits the installed release, and names any target that has changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_moved_target_is_named(patch: Any, name: str) -> None:
     from verl_patches import PatchError
 
     moved = replace(contract(patch, name), signature="(self, something_else)")
-    with pytest.raises(PatchError, match=f"patch '{name}': the target verl.* has moved"):
+    with pytest.raises(PatchError, match=f"patch '{name}': the target verl.* has changed"):
         moved.check()
     gone = replace(moved, target=f"{moved.target}_2")
     with pytest.raises(PatchError, match="nothing of that name"):
@@ -63,7 +63,7 @@ def test_nothing_is_wrapped_where_a_target_has_moved(patch: Any, monkeypatch: py
     *others, (update, wrapper) = patch.wrappers
     moved = replace(patch, wrappers=(*others, (replace(update, signature="(self)"), wrapper)))
     monkeypatch.setattr("verl_patches.deferred.wrap", lambda contract, wrapper: pytest.fail("wrapped"))
-    with pytest.raises(PatchError, match="has moved"):
+    with pytest.raises(PatchError, match="has changed"):
         moved.apply()
 
 

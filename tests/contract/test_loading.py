@@ -155,5 +155,5 @@ def test_a_broken_contract_ends_with_1() -> None:
     before += "import verl.workers.utils.losses as l; l.ppo_loss = lambda config, data: None; "
     done = python(TABLE.format(before=before))
     assert done.returncode == 1
-    assert "worker_seams: patch 'ppo_loss': the target verl.workers.utils.losses:ppo_loss has moved" in done.stderr
+    assert "worker_seams: patch 'ppo_loss': the target verl.workers.utils.losses:ppo_loss has changed" in done.stderr
     assert "pin_memory" not in done.stderr, "what this process does not need does not matter"

@@ -39,5 +39,5 @@ def test_padded_ones_are_the_answer_and_others_are_verls_to_pad(no_padding_2_pad
 def test_a_moved_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = replace(worker_seams.PADDING, name="another", target="verl.workers.utils.losses:pad")
     monkeypatch.setattr(worker_seams, "PADDING", moved)
-    with pytest.raises(PatchError, match=r"verl\.workers\.utils\.losses:pad has moved"):
+    with pytest.raises(PatchError, match=r"verl\.workers\.utils\.losses:pad has changed"):
         worker_seams.accept_padded()

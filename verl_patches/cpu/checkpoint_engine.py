@@ -1,13 +1,13 @@
-"""A checkpoint engine that connects verl's separate trainer and rollouts on one machine without an accelerator.
+"""A checkpoint engine that sends weights from verl's trainer to separate rollouts on a machine without an accelerator.
 
-verl's own engines need the transport of a GPU or an RDMA card. This engine transfers the weights in files: the
-trainer's first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them. In
-each process that sends or receives weights, verl itself imports this module:
+verl's own engines need a GPU or an RDMA card as transport. This engine transfers the weights in files: the trainer's
+first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them. verl itself
+imports this module in each process that sends or receives weights:
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_files
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_patches.cpu.checkpoint_engine
 
-verl lets modules register engines under new names, so this module extends verl without changing it.
+verl allows modules to register engines under new names, so this module does not change verl.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ class WeightSyncError(RuntimeError):
 
 
 class FileCheckpointEngine(CheckpointEngine):
-    """One process's end of the transport; verl creates one in each worker and calls it during a synchronisation.
+    """One end of the transport; verl creates an instance in each worker and calls it during a synchronisation.
 
     Args:
-        bucket_size: number of bytes of weights that are gathered before they are written.
-        is_master: whether this process writes the files; the trainer's other ranks only take part in the gathering.
-        timeout: seconds for which a receiver waits for the next bucket.
+        bucket_size: number of bytes of weights to collect before writing them.
+        is_master: whether this process writes the files; the trainer's other ranks only take part in gathering weights.
+        timeout: number of seconds that a receiver waits for the next bucket.
         folder: folder in which the files are stored while they are needed; by default, the trainer's temporary folder.
-            Trainer and rollouts must share it.
+            The trainer and the rollouts must share this folder.
 
     Attributes:
-        clock: returns the time in seconds, for the receiver's timeout.
+        clock: function that returns the time in seconds, for the receiver's timeout.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -103,14 +103,14 @@ class FileCheckpointEngine(CheckpointEngine):
         self._sender = ""
 
     def prepare(self) -> dict[str, Any]:
-        """Return the input of `build_topology`: the folder and its writer; only the master returns it."""
+        """Return the input of `build_topology`, that is, the folder and its writer, if this process is the master."""
         if not self._is_master:
             return {"folder": None}
-        self.finalize()  # a failed synchronisation was never finalised
+        self.finalize()  # clean up after a failed synchronisation
         self._owned = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=self._parent)
         folder = Path(self._owned.name)
         self._lock = (folder / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held as long as this process lives, however it ends
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the lock is held until this process ends, however it ends
         return {"folder": str(folder), "sender": f"process {os.getpid()} on {socket.gethostname()}"}
 
     @classmethod
@@ -156,11 +156,11 @@ class FileCheckpointEngine(CheckpointEngine):
 
         Raises:
             WeightSyncError: there are no weights.
-            OSError: the weights cannot be written. Receivers learn of this and of any other failure.
+            OSError: the weights cannot be written. Receivers are notified of this and of any other failure.
         """
         if not self._is_master:
             for _ in weights:
-                pass  # each weight is gathered from all ranks
+                pass  # all ranks take part in gathering each weight
             return
         try:
             count = 0
@@ -170,7 +170,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{NAME}: the trainer's model has no weights to send.")
             self._publish(_END, {"buckets": count})
         except BaseException as error:
-            with suppress(OSError):  # the disk may be the cause, and the released lock also alerts receivers
+            with suppress(OSError):  # the disk may be the cause; the released lock also alerts receivers
                 self._publish(_ERROR, {"error": f"{type(error).__name__}: {error}"})
             raise
 
@@ -178,7 +178,7 @@ class FileCheckpointEngine(CheckpointEngine):
         """Yield (name, weight) as the sender writes them.
 
         Raises:
-            WeightSyncError: the sender failed, has ended, wrote nothing within the timeout, or sends the weights of
+            WeightSyncError: the sender failed, exited, wrote nothing within the timeout, or sends the weights of
                 another step.
         """
         for index in itertools.count():
@@ -195,7 +195,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 yield name, weight
 
     async def _next_bucket(self, index: int, global_steps: int | None) -> Path | None:
-        """Return the file of the next bucket when it is complete; None after the last bucket."""
+        """Wait for the next bucket and return its file; None after the last bucket."""
         assert self._folder is not None, "verl calls init_process_group first"
         path = self._folder / _bucket_name(index)
         failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
@@ -241,7 +241,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterable[dict[str, Tensor]]:
-    """Yield copies of the weights in order, in groups of at least `size` bytes; only the last group may be smaller."""
+    """Yield copies of the weights in order, in groups of at least `size` bytes; only the last one may be smaller."""
     bucket: dict[str, Tensor] = {}
     held = 0
     for name, weight in weights:
@@ -272,11 +272,12 @@ def install() -> None:
     """Register the engine, once.
 
     Raises:
-        PatchError: verl's base class is not the one for which this engine was written.
+        PatchError: verl's base class differs from the one for which this engine was written.
     """
     for contract in CONTRACTS:
         contract.check()
-    # A release with an additional abstract method would fail at the first synchronisation, minutes into the run.
+    # Without this check, a release with an additional abstract method would fail at the first synchronisation, minutes
+    # into the run.
     if missing := sorted(getattr(FileCheckpointEngine, "__abstractmethods__", ())):
         raise PatchError(REGISTRY.moved(f"a CheckpointEngine that also requires {', '.join(missing)}"))
     if not in_force():
@@ -289,7 +290,7 @@ def in_force() -> bool:
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except (KeyError, ValueError):
-        # For an unknown name, verl's registry raises an error; up to 0.9.0, this is a KeyError.
+        # verl's registry raises an error for an unknown name; up to 0.9.0, the error is a KeyError.
         return False
 
 

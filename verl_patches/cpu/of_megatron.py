@@ -1,5 +1,4 @@
-"""Patches of Megatron and mbridge, which expect CUDA and Transformer Engine. They are installed when the targets are
-imported."""
+"""Patches of Megatron and mbridge, which expect CUDA and Transformer Engine; installed when targets are imported."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ _megatron = partial(build, of=("megatron-core", "==0.16.*"))
 _mbridge = partial(build, of=("mbridge", "==0.15.*"))
 _RANDOM, _OPTIMIZER = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
 
-# Stand-ins for the part of `torch.cuda` that Megatron calls, for a PyTorch that was built without CUDA. Whatever device
-# the run uses, Megatron reads the allocation device from `torch.cuda`, synchronises it and seeds it. The stand-ins are
+# Replacements for the functions of `torch.cuda` that Megatron calls, for a PyTorch built without CUDA. On any device,
+# Megatron asks `torch.cuda` for the device on which to allocate, synchronises it and seeds it. The replacements are
 # installed when a process sets up Megatron's process groups. Importing verl also imports Megatron; a process that only
-# imports Megatron keeps PyTorch's own functions, which raise an error without CUDA.
+# imports it keeps PyTorch's own functions, which raise an error without CUDA.
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing; replaces calls that have no meaning on the CPU."""
+    """Do nothing; replaces calls that are meaningless on the CPU."""
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
@@ -47,15 +46,15 @@ def _initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
         for name, stand_in in STAND_INS.items():
             setattr(torch.cuda, name, stand_in)
         torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-        logger.info("patch %s: the CPU replaces torch.cuda", "megatron_cuda")
+        logger.info("patch %s in force: the CPU replaces torch.cuda", "megatron_cuda")
     original(*args, **kwargs)
 
 
 def _get_rng_state(original: Callable[..., Any], *_: Any, **__: Any) -> torch.Tensor:
     """Keep Megatron's CUDA random states in the CPU's generator.
 
-    Megatron forks a state with two functions that access CUDA's generators. verl seeds them, and attention forks them
-    at every layer, even without dropout.
+    Megatron forks random states with two functions that access CUDA's generators. verl seeds the states, and attention
+    forks them at every layer, even without dropout.
     """
     return torch.get_rng_state()
 
@@ -83,9 +82,8 @@ def _named_as_cuda() -> Iterator[None]:
 def _while_named(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let Megatron's optimizers accept parameters on the CPU.
 
-    The optimizers distinguish parameters by `param.type()`. They accept only "torch.cuda.FloatTensor" and its 16-bit
-    variants, and raise an error for "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's
-    type.
+    The optimizers check `param.type()`. They accept only "torch.cuda.FloatTensor" and its 16-bit variants, and raise an
+    error for "torch.FloatTensor". During this check, the patch makes `Tensor.type()` return the name of the CUDA type.
     """
     with _named_as_cuda():
         return original(*args, **kwargs)
@@ -105,8 +103,8 @@ def _attend(
 
     Without Transformer Engine, Megatron uses its local layers. verl's padded batches have a mask of shape (batch,
     sequence). Transformer Engine ignores this mask for causal attention, whereas the local attention would broadcast it
-    over the scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is
-    exact. The local attention creates this mask if it receives none.
+    over the scores. In rows that are padded on the right, causal attention never attends to padding, so the causal mask
+    alone is exact. The local attention creates a causal mask if it receives no mask.
     """
     if attention_mask is not None and attention_mask.dim() == 2:
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
@@ -140,8 +138,8 @@ def _fused_name(original: Callable[..., list[str]], self: Any, mcore_weights_nam
 def _init_bridge(original: Callable[..., None], self: Any, hf_config: Any, *args: Any, **kwargs: Any) -> None:
     """Read the rotary embedding's base for mbridge from the attribute that transformers 5 uses.
 
-    mbridge reads `config.rope_theta`, which transformers moved to `config.rope_parameters`; transformers 4 has no such
-    attribute.
+    mbridge reads `config.rope_theta`, which transformers 5 moved to `config.rope_parameters`; transformers 4 has no
+    `rope_parameters`.
     """
     parameters = getattr(hf_config, "rope_parameters", None)
     if parameters and not hasattr(hf_config, "rope_theta"):
@@ -149,9 +147,9 @@ def _init_bridge(original: Callable[..., None], self: Any, hf_config: Any, *args
     original(self, hf_config, *args, **kwargs)
 
 
-# "cuda" means the CPU in the Megatron modules that allocate on "cuda" by name. They call
-# `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them. Therefore
-# these modules, but nothing else in the process, use PyTorch through `CpuTorch`.
+# Some Megatron modules allocate on "cuda" by name. They call `torch.zeros(..., device="cuda")` and similar functions
+# inside functions that cannot be wrapped without copying them. Therefore, these modules, but no other code in the
+# process, use PyTorch through `CpuTorch`, for which "cuda" means the CPU.
 MODULES = (
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.optimizer.optimizer",
@@ -162,7 +160,7 @@ MODULES = (
 """Modules that can run on gloo but hard-code the device."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
-"""PyTorch functions to which these modules pass the device as an argument."""
+"""PyTorch functions that these modules call with a device."""
 
 
 class CpuTorch(ModuleType):
@@ -206,7 +204,7 @@ class _NamesDevice(ReleasePatch):
         return any(map(is_awaited, MODULES))
 
     def in_force(self) -> bool:
-        """Return True if a target module has been imported and all imported target modules use `CpuTorch`."""
+        """Return True if at least one target module has been imported and all imported ones use `CpuTorch`."""
         imported = [sys.modules[name] for name in MODULES if name in sys.modules]
         return bool(imported) and all(isinstance(module.torch, CpuTorch) for module in imported)
 

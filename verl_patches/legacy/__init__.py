@@ -1,8 +1,8 @@
-"""Corrections on verl's legacy actors, which lack ``set_loss_fn``. verl itself loads this package into every process:
+"""Corrections on verl's legacy actors, which lack ``set_loss_fn``. verl itself loads this package in every process:
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
-An update is changed only if its batch contains a ``LegacyHandover``. A patch is the ``PATCH`` of a module, which is
+An update is changed only if its batch contains a ``LegacyHandover``. Each patch is the ``PATCH`` of a module that is
 imported after the actor that it patches; most processes never import an actor.
 """
 
@@ -21,14 +21,14 @@ PATCHES = {
     "fsdp_actor": "verl.workers.actor.dp_actor",
     "megatron_actor": "verl.workers.actor.megatron_actor",
 }
-"""Module of the patch -> verl's module after whose import the patch is installed."""
+"""Maps each patch's module to the module of verl after whose import the patch is installed."""
 
 
 def install() -> None:
     """Install the group in this process: each patch at once, or when its actor is imported. Idempotent.
 
     Raises:
-        PatchError: the installed verl has no legacy actors, or a target has moved.
+        PatchError: the installed verl has no legacy actors, or a target has changed.
     """
     if not has_legacy_actors():
         raise PatchError(
@@ -42,11 +42,11 @@ def install() -> None:
 
 
 def check(strategy: str) -> None:
-    """Check the contracts of the actor for verl's ``actor.strategy`` against the installed verl.
+    """Check the contracts of the legacy actor that ``actor.strategy`` selects against the installed verl.
 
     Raises:
         NotInstalledError: the Megatron actor is selected, but its dependencies are not installed.
-        PatchError: a target has moved.
+        PatchError: a target has changed.
     """
     try:
         patch = find_patch("megatron_actor" if strategy == "megatron" else "fsdp_actor")
@@ -75,7 +75,7 @@ def _state(name: str, actor: str) -> str:
 
 
 def find_patch(name: str) -> ReleasePatch:
-    """Return a patch, importing its module only now because it imports verl, which loads this package first."""
+    """Return a patch. Its module is imported only now, because it imports verl, which loads this package first."""
     patch: ReleasePatch = importlib.import_module(f"{__name__}.{name}").PATCH
     return patch
 

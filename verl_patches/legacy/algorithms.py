@@ -1,6 +1,6 @@
-"""Wrappers for what verl's legacy actors call: ``core_algos``, the selected batch columns, and logged methods.
+"""Wrappers for functions that verl's legacy actors call: ``core_algos``, column selection, and logged methods.
 
-The wrappers act only in an update whose batch contains a handover; otherwise, verl's own functions are used.
+The wrappers only act in an update whose batch contains a handover; otherwise, they call verl's own functions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .handover import HANDOVER, PREFIX, LegacyHandover, Update
 
 
 class Logged(Contract):
-    """Contract on the signature and keys of the undecorated method, behind verl's logging decorator."""
+    """Contract on the signature and keys of a method without verl's logging decorator."""
 
     def _inspect(self, target: Any) -> Any:
         return behind(target, self.target.rpartition(".")[2])
 
 
 def behind(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return the function with that name behind a decorator without ``functools.wraps``, or the function itself."""
+    """Unwrap a decorator that does not use ``functools.wraps``: return the decorated function with this name."""
     function = inspect.unwrap(function)
-    # Such a decorator keeps the wrapped function only in its closure.
+    # Such a decorator stores the wrapped function only in its closure.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return next((found for found in (function, *held) if getattr(found, "__name__", None) == name), None)
 
@@ -40,7 +40,7 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class Carried(DataProto):
-    """Batch whose ``select`` also keeps mu and this package's columns."""
+    """Batch whose ``select`` also returns mu and this package's columns."""
 
     def select(
         self,
@@ -56,7 +56,7 @@ class Carried(DataProto):
 
 
 def handover_of(data: DataProto) -> LegacyHandover | None:
-    """Return the handover that the trainer attached to this batch; None if there is none.
+    """Return the handover that the trainer has attached to this batch; None if there is none.
 
     Raises:
         KeyError: mu is needed, but the batch does not contain it.
@@ -95,13 +95,13 @@ METRICS = Seams("verl.trainer.ppo.rollout_corr_helper", RELEASES)(
 
 
 def running() -> Update | None:
-    """Return the update with a handover that is running in this process; None if there is none."""
+    """Return the update with a handover that is currently running in this process; None if there is none."""
     return _RUNNING.get()
 
 
 @contextmanager
 def update(current: Update) -> Iterator[None]:
-    """Let ``current`` handle the calls while an actor's update runs."""
+    """Make ``current`` handle the calls while an actor's update runs."""
     token = _RUNNING.set(current)
     try:
         yield
@@ -110,7 +110,7 @@ def update(current: Update) -> Iterator[None]:
 
 
 def list_wrappers(module: str) -> tuple[tuple[Contract, Callable[..., Any]], ...]:
-    """List the functions that ``verl.workers.actor.<module>`` calls, as contracts, with their wrappers."""
+    """List contracts on the functions that ``verl.workers.actor.<module>`` calls, with their wrappers."""
     functions = Seams(f"verl.workers.actor.{module}", RELEASES)
     names = [quoted.partition("(")[0] for quoted in _FUNCTIONS]
     ours = [
@@ -136,5 +136,5 @@ def _metrics(
     """Compute verl's mismatch metrics; NaN on a micro-batch without response tokens, for which verl raises an error."""
     if running() is None or response_mask.any():
         return original(log_prob, rollout_log_prob, response_mask)
-    # The keys are the same, so that the metrics of different ranks still match.
+    # The keys are the same on all ranks, so that their metrics can still be merged.
     return dict.fromkeys(original(log_prob, rollout_log_prob, response_mask.new_ones(response_mask.shape)), math.nan)

@@ -1,11 +1,11 @@
 """Patch that makes verl's legacy FSDP actor use the engine path's loss in an update with a handover.
 
-``update_policy`` selects only the columns in its own list, computes every mean over a micro-batch, and with one
-mini-batch and one epoch uses the current log-probs as pi_old. With this patch, the batch keeps this package's columns,
-the totals of the whole mini-batch are sent with it, and the handover's ``Update`` handles the calls made by
-``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches. In verl,
-each rank chooses its own number, and a rank with fewer micro-batches than the others hangs in the next FSDP collective.
-With the patch, all ranks always use the same number.
+``update_policy`` selects only the columns in its own list, computes every mean over a micro-batch and, with one
+mini-batch and one epoch, uses the current log-probs as pi_old. With this patch, the batch keeps this package's columns,
+the totals of the whole mini-batch are sent with the batch, and the handover's ``Update`` handles the calls made by
+``update_policy``. For a batch without a handover, only the number of dynamic micro-batches changes. In verl, each rank
+chooses its own number, and a rank with fewer micro-batches than the others hangs in the next FSDP collective. With the
+patch, all ranks use the same number.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _prepare_dynamic_batch(
     original: Callable[..., Any], data: Any, max_token_len: int, dp_group: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if dp_group is None:
-        # The group contains all ranks, because FSDP's collectives span all of them, and ranks that share a sequence
-        # hold the same rows. None if this process is not in a group.
+        # The group contains all ranks, because FSDP's collectives span all of them and ranks that share a sequence have
+        # the same rows. None if this process is not in a group.
         dp_group = torch.distributed.group.WORLD
     return original(data, max_token_len, dp_group, *args, **kwargs)
 
@@ -87,7 +87,7 @@ def _scale(actor: Any, micro_batch: Mapping[str, Any]) -> float:
 
 
 def _upstream(scaler: Any) -> float:
-    """Return the gradient with which fp16 training starts its backward pass."""
+    """Return the gradient from which fp16 training starts its backward pass."""
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 

@@ -1,4 +1,4 @@
-"""Interface of the handover, an object that is sent with a batch and replaces a legacy actor's loss."""
+"""Interface of the handover: an object that is sent with a batch and replaces a legacy actor's loss."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 HANDOVER = "offpolicy_handover"
 """Key of the ``LegacyHandover`` in a DataProto's ``meta_info``."""
 PREFIX = "offpolicy_"
-"""Prefix of every column that is sent in addition to the actor's own list."""
+"""Prefix of all columns that are sent in addition to those in the actor's own list."""
 MINI_TOKENS = f"{PREFIX}batch_num_tokens"
-"""Column, (B,) int64: response tokens of the row's mini-batch, over all data-parallel ranks."""
+"""Column, (B,) int64: number of response tokens in the row's mini-batch, summed over data-parallel ranks."""
 MINI_ROWS = f"{PREFIX}global_batch_size"
-"""Column, (B,) int64: rows of the row's mini-batch, over all data-parallel ranks."""
+"""Column, (B,) int64: number of rows in the row's mini-batch, summed over data-parallel ranks."""
 
 
 class Update(Protocol):
-    """One update of an actor, which replaces the functions of ``core_algos`` that ``update_policy`` calls."""
+    """One update of an actor; replaces the functions of ``core_algos`` that ``update_policy`` calls."""
 
     def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
         """Start a micro-batch before its loss is computed; the actor multiplies the loss by ``scale``."""
 
     def end(self, metrics: Mapping[str, Any]) -> None:
-        """Complete the update's reports, which are among the actor's metrics, before they leave the process."""
+        """Complete the update's reports, which are part of the actor's metrics, before they leave the process."""
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]: ...
 
@@ -37,7 +37,7 @@ class Update(Protocol):
 
 
 class LegacyHandover(Protocol):
-    """Loss that replaces the loss of a legacy actor; sent by value once per batch."""
+    """Replacement for the loss of a legacy actor; sent by value once per batch."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:
@@ -49,7 +49,7 @@ class LegacyHandover(Protocol):
         Args:
             actor_config: verl's ActorConfig in the actor.
             dp_size: number of data-parallel ranks over which the actor averages gradients.
-            upstream: returns the gradient with which the actor starts its backward pass; it is called after the start.
+            upstream: returns the gradient from which the actor starts its backward pass; called after the start.
         """
 
 

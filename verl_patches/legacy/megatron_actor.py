@@ -1,10 +1,10 @@
 """Patch that makes verl's legacy Megatron actor use the engine path's loss in an update with a handover.
 
 ``make_minibatch_iterator`` selects only the columns in its own list, and the closure that computes the loss on the last
-pipeline stage passes neither mu nor its micro-batch to a policy loss. With this patch, the batch keeps this package's
-columns, the totals of each mini-batch are added before it is split, and each micro-batch is recorded when Megatron's
-schedule takes it. On the last stage, a micro-batch's loss is computed within the same forward step, even with
-interleaved virtual stages. A batch without a handover is unchanged.
+pipeline stage passes neither mu nor its micro-batch to the policy loss. With this patch, the batch keeps this package's
+columns, the totals of each mini-batch are added before the mini-batch is split, and each micro-batch is recorded when
+Megatron's schedule takes it. On the last stage, a micro-batch's loss is computed within the same forward step, even
+with interleaved virtual stages. A batch without a handover is unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLUMNS = ("responses", "input_ids", "attention_mask", "response_mask", "positi
 
 @dataclass(frozen=True)
 class Dealt:
-    """Mini-batches of one update, with the handover of the batch from which they were split."""
+    """The mini-batches of one update, together with the handover of the batch from which they were split."""
 
     mini_batches: Iterable[Any]
     handover: LegacyHandover
@@ -64,12 +64,12 @@ def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, en
 
 
 def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
-    """Return the gradient at the start of the backward pass: in fp16 training the loss scale, otherwise 1."""
+    """Return the gradient at the start of the backward pass: the loss scale in fp16 training, otherwise 1."""
     return 1.0 if grad_scale is None else float(grad_scale(torch.ones(())))
 
 
 def _refuse(actor: Any) -> None:
-    """Reject schedules in which a loss may belong to a micro-batch other than the last one taken."""
+    """Reject schedules in which the loss may belong to a micro-batch other than the one taken last."""
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     if actor.tf_config.overlap_moe_expert_parallel_comm:
         raise ValueError(
@@ -106,7 +106,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
 
 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
-    """Yield the micro-batches; each one is started in the update when it is requested."""
+    """Yield the micro-batches; the update starts each micro-batch when it is requested."""
     for micro_batch in micro_batches:
         # verl moves the micro-batch to the device next, which then has no effect.
         rows = micro_batch.to(get_device_id())

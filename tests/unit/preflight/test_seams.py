@@ -60,10 +60,10 @@ def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(verl_patches, "status", dict)
 
     def hold(contracts: Sequence[Contract]) -> None:
-        raise PatchError("set_loss_fn has moved")
+        raise PatchError("set_loss_fn has changed")
 
     (problem,) = check_seams_by(hold, on(OF_0_9_1))
-    assert (problem.key, problem.value, problem.reason) == ("verl", "0.9.1", "set_loss_fn has moved")
+    assert (problem.key, problem.value, problem.reason) == ("verl", "0.9.1", "set_loss_fn has changed")
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_another_signature_is_seen_and_left_to_the_import(seam: Contract) -> Non
     assert seam.signature is not None
     moved = replace(seam, signature=f"{seam.signature[:-1]}, more)")
     assert not holds_in_source(moved)
-    with pytest.raises(PatchError, match="has moved"):
+    with pytest.raises(PatchError, match="has changed"):
         check_contracts([seam, moved])
 
 

@@ -26,7 +26,7 @@ def test_a_seam_of_an_option_ends_with_1_in_tested_releases_alone(
     moved = Contract("issue", "no_module_of_that_name:f", "()", "packaging", releases, option=option)
     row = _row("buffer", moved, "calls", may_be_of_others=False)
     assert row.broken is broken
-    assert "has moved" in row.verdict
+    assert "has changed" in row.verdict
     assert ("staleness.eta is rejected here" in row.verdict) is not broken
     if option:
         with pytest.raises(PatchError, match=r"which staleness\.eta needs"):
@@ -43,9 +43,9 @@ def test_a_plugin_installs_what_is_asked_for_and_keeps_its_failure(monkeypatch: 
     monkeypatch.setattr(plugin, "record_failure", lambda asked, error: kept.append(f"{asked}: {error}"))
 
     def refuse(name: str | None) -> None:
-        raise PatchError("the target has moved")
+        raise PatchError("the target has changed")
 
     monkeypatch.setattr(plugin, "install", refuse)
     with pytest.raises(PatchError):
         plugin.load()
-    assert kept == ["OFFPOLICY_PATCHES=cpu,auto: the target has moved"]
+    assert kept == ["OFFPOLICY_PATCHES=cpu,auto: the target has changed"]

@@ -88,5 +88,5 @@ def test_every_program_checks_the_release_first(command: list[str], status: int,
     )
     said = done.stdout + done.stderr
     assert done.returncode == status, said
-    fix = f"Fix: pip install verl==0.7.1, and take {tmp_path} off PYTHONPATH."
+    fix = f"Fix: pip install verl==0.7.1, and remove {tmp_path} from PYTHONPATH."
     assert f"verl 0.7.0 in {tmp_path}/verl is not supported. {SUPPORTED} {fix}" in " ".join(said.split())
