@@ -41,16 +41,16 @@ UNKNOWN_VERSION = -1
 """Version of the weights in rows for which verl does not record the version."""
 
 ROW_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
-    "step": (pa.int64(), "the trainer's step, from 1; it starts with weights of version step - 1"),
+    "step": (pa.int64(), "the trainer's step, counted from 1; a step begins with weights of version step - 1"),
     "rank": (pa.int32(), "data-parallel rank"),
     "mini_batch": (
         pa.int32(),
-        "number of gradient steps in this training step before the first gradient step that used the row",
+        "number of gradient steps in this training step before the one that first used the row",
     ),
     "uid": (pa.string(), "the prompt's group, as named by verl; empty if unknown"),
-    "reward": (pa.float32(), "sum of the row's scores, before any KL in the reward; NaN if unknown"),
-    "oldest_version": (pa.int64(), "version of the weights that sampled the first token; -1 if unknown"),
-    "newest_version": (pa.int64(), "version of the weights that sampled the last token; -1 if unknown"),
+    "reward": (pa.float32(), "sum of the row's scores, before a KL penalty in the reward; NaN if unknown"),
+    "oldest_version": (pa.int64(), "version of the weights with which the first token was sampled; -1 if unknown"),
+    "newest_version": (pa.int64(), "version of the weights with which the last token was sampled; -1 if unknown"),
     "length": (pa.int32(), "T, number of valid response tokens"),
 }
 TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
@@ -62,15 +62,19 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "advantages": (pa.float32(), "advantages, as verl's loss uses them"),
     "weight": (
         pa.float32(),
-        "factor by which the correction multiplies the policy term, before masks and the scale of denominator=kept; "
-        "0 where the token is not valid",
+        "weight by which the correction multiplies the policy term, without masks and without the scale of "
+        "denominator=kept; 0 if the token is not valid",
     ),
     "rejected_by": (
         pa.uint32(),
-        "bits of the parts that rejected the token; 0: kept, or not valid (off response_mask, mu or pi_old not finite)",
+        "one bit for each part of the correction that rejected the token; 0 if the token was kept or is not valid "
+        "(response_mask is false, or mu or pi_old is non-finite)",
     ),
-    "turn": (pa.int16(), "number of the policy's turn in its row, from 0; -1 off response_mask"),
-    "version": (pa.int32(), "version of the weights that sampled the token; -1 if unknown, and off response_mask"),
+    "turn": (pa.int16(), "index of the policy's turn in the row, from 0; -1 if response_mask is false"),
+    "version": (
+        pa.int32(),
+        "version of the weights with which the token was sampled; -1 if it is unknown or response_mask is false",
+    ),
 }
 EXTENSION_PREFIX = "offpolicy_"
 """Prefix of additional token columns that extensions record: lists of float32, after all other columns."""
