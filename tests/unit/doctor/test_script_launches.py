@@ -86,7 +86,7 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
         ", line 2: 4 overrides are unknown (a.b, c.d, e.f, g.h): it depends on the output of `count`, and count is not "
         "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: "
         "export NOT_SET_HERE=VALUE (bash treats it as empty), and give the script's arguments after --script FILE, "
-        f"and to check the launch with values of your own, add a.b=VALUE e.f=VALUE after --script {script}."
+        f"and to check the launch with your own values, add a.b=VALUE e.f=VALUE after --script {script}."
     )
 
 

@@ -67,7 +67,7 @@ def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value:
     made = config(changes)
     (problem,) = find_problems(made, Composed(made).spec)
     assert problem.key == f"{KEY}.{name}.{bound}"
-    assert "so the alarm would fire always or never." in problem.reason
+    assert "so the alarm would always or never fire." in problem.reason
     mended = dict(override.split("=") for override in problem.overrides)
     shipped = {key: DEFAULTS[name][key.rpartition(".")[2]] for key in mended}
     assert found(changes | shipped) == []

@@ -73,7 +73,7 @@ def test_what_no_cap_evens_takes_it_to_its_floor_and_is_said() -> None:
     assert after(SMALL, 30) == pytest.approx(math.log(2.0) * 0.1)
     found = obstacles(SMALL)
     assert set(found) == {"floor"}
-    assert "even a cap of 1.072, the lowest in range, leaves an ESS below 0.9" in found["floor"]
+    assert "the lowest allowed cap, 1.072, still yields an ESS below 0.9" in found["floor"]
     assert obstacles(SPREAD) == {}
 
 
