@@ -52,7 +52,6 @@ def run(folder: Path, installed: str, *options: str, **modules: str) -> tuple[in
 @pytest.mark.parametrize(
     ("installed", "options", "expected"),
     [
-        ("0.7.1", (), {"test_old", "test_both_marks_count", "test_every"}),
         ("0.9.1", (), {"test_new", "test_every"}),
         ("0.7.1", ("--not-in", "0.9.1"), {"test_old", "test_both_marks_count"}),
     ],

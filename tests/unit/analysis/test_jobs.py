@@ -26,24 +26,9 @@ from tests.support.corrections import GSM, M2PO, TIS, spec
 from tests.support.recordings import drawn_rows, record
 
 
-def square(number: int) -> int:
-    return number * number
-
-
-def fail(number: int) -> int:
-    raise ValueError(f"{number} is bad")
-
-
 def die(number: int) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_results_come_in_order(count: int) -> None:
-    assert list(Jobs(count).map(square, range(9))) == [n * n for n in range(9)]
-    with pytest.raises(ValueError, match="0 is bad"):
-        list(Jobs(count).map(fail, [0, 1]))
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from recipe.offpolicy.analysis import AnalysisError, plotting
-from recipe.offpolicy.analysis.page import Code, render_page, write_page
-from recipe.offpolicy.analysis.plotting import Axis, Mark, Panel, Rule, check_target
+from recipe.offpolicy.analysis.page import render_page
+from recipe.offpolicy.analysis.plotting import Axis, Mark, Panel, check_target
 from recipe.offpolicy.analysis.table import Column, Table, fit_to_width, format_cell
 
 
@@ -61,47 +61,10 @@ def test_the_policy_names_the_scripts_of_panels_and_no_other() -> None:
     assert "script-src 'none'" in render_page("p", {})
 
 
-def list_marks() -> list[Mark | Rule]:
-    return [
-        Mark([1, 2, 4], [0.1, 0.2, 0.3], "line", band=([0.0, 0.1, 0.2], [0.2, 0.3, 0.4]), dash="--", marker="o"),
-        Mark([1, 2], [0.1, 0.2], "bars", bar=0.5, base=[0.1, 0.1], band=([0.15, 0.2], [0.3, 0.5]), alpha=0.5),
-        Mark([1, 2], [0.1, 0.2], "points", dash="", marker="D"),
-        Rule(3.0, "x", "at", dash="-"),
-        Rule(1.0, "x", "range", end=2.0),
-        Rule(0.1, "y", end=0.2),
-    ]
-
-
-def test_both_ways_to_draw_show_every_mark() -> None:
-    panel = Panel("t", "a", Axis("x", log=10, limits=(0.5, 5.0)), Axis("y", limits=(0.0, 1.0)), list_marks(), columns=3)
-    (axes,) = plotting.draw_panels([panel]).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["line", "points", "at", "range", "bars"]
-    assert (axes.get_xscale(), axes.get_xlim(), axes.get_ylim()) == ("log", (0.5, 5.0), (0.0, 1.0))
-    assert [patch.get_y() + patch.get_height() for patch in axes.patches[:2]] == pytest.approx([0.2, 0.3])
-    found = panel.build()
-    assert [item.label.value for item in found.legend[0].items] == ["line", "bars", "points", "at", "range"]
-    (bars,) = (each for each in found.renderers if type(each.glyph).__name__ == "VBar")
-    assert list(bars.data_source.data["top"]) == pytest.approx([0.2, 0.3])
-    assert (found.x_range.start, found.x_range.end, type(found.x_scale).__name__) == (0.5, 5.0, "LogScale")
-    assert type(found.yaxis[0]).__name__ == "LinearAxis"
-
-
 def test_series_that_are_equal_are_one_line() -> None:
     nan = float("nan")
     series = {"tokens": [1.0, 0.5, nan], "rows": [1.0, 0.6, nan], "ESS": [1.0, 0.5, nan], "left": [1.0, 0.5, 0.1]}
     assert list(plotting.merge_equal_series(series)) == ["tokens, ESS", "rows", "left"]
-
-
-def test_text_that_utf8_cannot_say_is_written(tmp_path: Path) -> None:
-    """Half of a surrogate pair, as a tokenizer can leave it."""
-    write_page(tmp_path / "page.html", "surrogate", {"text": [Code("a\ud800b")]})
-    assert "a?b" in (tmp_path / "page.html").read_text()
-
-
-def test_empty_blocks_and_sections_are_left_out() -> None:
-    page = render_page("p", {"none": ["", {}, []], "some": ["", "text"]})
-    assert re.findall("<h2>(.*)</h2>", page) == ["some"]
-    assert page.count("<p>") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import rc_context
 
 from recipe.offpolicy import attribute
 from tests.support.recordings import drawn_rows, record
@@ -48,19 +46,6 @@ def test_json_says_everything(recorded: Path, capsys: pytest.CaptureFixture[str]
     assert len(found["causes"]) == 7
 
 
-@pytest.mark.slow
-def test_pictures_of_policies_that_agree(tmp_path: Path) -> None:
-    """pi and pi_old are mu: there is nothing to share out."""
-    rows = drawn_rows([8] * 64)
-    mu = rows.rollout_log_prob
-    directory = record(tmp_path / "r", replace(rows, old_log_prob=mu, log_prob=mu))
-    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
-    with rc_context({"svg.fonttype": "none"}):
-        assert attribute.main([str(directory), "--png", str(svg), "--html", str(html)]) == 0
-    assert "mu and pi agree exactly" in svg.read_text()
-    assert "mu and pi_old agree exactly" in svg.read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -77,19 +62,3 @@ def test_bad_input_is_one_sentence(
     errors = capsys.readouterr().err
     assert said in errors
     assert len(errors.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "text", "said"),
-    [
-        ("--steps", "3:1", "ends before it begins"),
-        ("--steps", ":", "is neither FIRST:LAST"),
-    ],
-)
-def test_numbers_that_are_none(
-    option: str, text: str, said: str, recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        attribute.main([str(recorded), f"{option}={text}"])
-    assert stop.value.code == 2
-    assert said in capsys.readouterr().err

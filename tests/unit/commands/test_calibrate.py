@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration import scores
 from recipe.offpolicy.analysis.whatif.candidates import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording
 from tests.support.recordings import drawn_rows, record
 
 GSM = "correction=[tis_token,gsm]"
@@ -60,40 +58,6 @@ def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[
     assert again["proposed"]["values"] == {"lower": again["now"]["lower"], "upper": again["now"]["upper"]}
 
 
-def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9, "--json")
-    result = json.loads(out)
-    assert status == 0
-    (proposal,) = result["proposals"]
-    assert proposal["key"] == "correction.masks.gsm"
-    assert proposal["of"] == "rows"
-    assert proposal["now"] == {"lower": 0.99, "upper": 1.01}
-    assert proposal["proposed"]["units"] == 320
-    assert proposal["proposed"]["prompts"] == 80
-    low, high = proposal["proposed"]["interval"]["upper"]
-    assert low < proposal["proposed"]["values"]["upper"] < high
-    assert proposal["length"]["depends"] is True
-    assert set(proposal["by_length"]) == {"le16", "le64", "le256"}
-    assert result["skipped"] == {
-        "weight": "accepts only --target-ess, because it keeps every token and caps its weight"
-    }
-    assert result["together"]["then"]["rows"] == pytest.approx(0.9)
-
-
-@pytest.mark.slow
-def test_delta_needs_no_value_to_begin_with(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--spec", "correction=opsm", "--target-kept", 0.99, "--floor-quantile", 0.9, "--json")
-    status, out, _ = run(capsys, recording, *arguments)
-    result = json.loads(out)
-    assert status == 0
-    assert result["proposals"][0]["now"] == {"delta": None}
-    assert result["proposals"][0]["reached_now"] is None
-    assert result["together"]["now"] is None
-    assert result["proposals"][0]["proposed"]["values"]["delta"] >= result["proposals"][0]["floor"]["delta"] > 0
-    assert result["overrides"][0] == "correction=opsm"
-    assert result["overrides"][1].startswith("correction.masks.opsm.delta=0.0")
-
-
 def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No row at pi = pi_old: status 1, the reason, and the other mask's bound all the same."""
     rows = drawn_rows([20] * 200, mini_batch=np.ones(200, dtype=np.int32))
@@ -110,7 +74,6 @@ def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.C
     [
         (("--spec", "correction=gsm", "--target-kept", "1.5"), "--target-kept 1.5"),
         (("--spec", "correction=gms", "--target-kept", "0.9"), "no such option"),
-        (("--spec", "correction=gsm", "--target-kept", "0.9", "--png", "/proc/none/x.png"), "No such file"),
     ],
 )
 def test_bad_input_is_a_sentence(
@@ -121,22 +84,6 @@ def test_bad_input_is_a_sentence(
     assert out == ""
     assert err.startswith("calibrate: ")
     assert message in err
-
-
-def test_a_large_recording_is_calibrated_by_a_sample(
-    recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the bounds keep in all is counted on every token, so that what acts now keeps what it kept."""
-    asked = ("--spec", "correction=gsm", "--target-kept", "0.9", "--json")
-    _, whole, err = run(capsys, recording, *asked)
-    assert err == ""
-    monkeypatch.setattr(scores, "TOKENS", 1)
-    monkeypatch.setattr(scores, "ROWS", Recording(recording).count_rows() // 2)
-    _, part, err = run(capsys, recording, *asked)
-    assert "calibrate: Bounds are based on a sample of the prompts: a share of " in err
-    assert "and 0.5 for parts that decide by row" in err
-    whole, part = json.loads(whole), json.loads(part)
-    assert part["together"]["now"] == whole["together"]["now"]
 
 
 def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,6 @@ def test_what_only_a_picture_takes_is_said_before_the_work_and_for_a_picture_alo
 def test_a_reader_that_leaves_is_no_error(recording: Path) -> None:
     program = [sys.executable, "-m", "recipe.offpolicy.attribute", str(recording), "--json"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode in (1, 141)

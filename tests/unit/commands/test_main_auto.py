@@ -68,9 +68,7 @@ def test_shadows_are_options_by_name(launch: Launcher) -> None:
     ("shadow", "parts"),
     [
         ("[gsm,gsm]", ["offpolicy.shadow", "offpolicy.shadow=gsm: named twice"]),
-        ("[none]", ["offpolicy.shadow=none", "no weight and no mask to report on"]),
         ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
-        ("[1]", ["offpolicy.shadow", "offpolicy.shadow=1: not an option", "Set offpolicy.shadow=[]"]),
     ],
 )
 def test_shadows_that_cannot_be_reported(shadow: str, parts: list[str], launch: Launcher, folder: Path) -> None:

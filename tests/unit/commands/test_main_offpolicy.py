@@ -17,86 +17,9 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 
 
-# What is said, key and value and fix, when the correction itself cannot be meant.
-MALFORMED = {
-    "null": (["correction=null"], ["correction=null", "Set correction=none"]),
-    "unknown key of a mask": (
-        ["correction=gsm", "+correction.masks.gsm.uper=2"],
-        ["correction.masks.gsm.uper=2", "unknown key", "Did you mean correction.masks.gsm.upper?"],
-    ),
-    "no delta": (
-        ["correction=opsm"],
-        ["correction.masks.opsm.delta=???: required", "Set correction.masks.opsm.delta="],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: Path) -> None:
-    arguments, parts = MALFORMED[name]
-    result = launch(*arguments, folder=folder)
-    # sys.exit with a text prints it and gives the status 1.
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    for part in parts:
-        assert part in result.status
-    assert result.trained == []
-
-
-@pytest.mark.slow
-def test_keys_that_verl_does_not_have_are_explained(launch: Launcher) -> None:
-    """Its last word is that of the launch: every key that verl does not have, and no advice to append one."""
-    result = launch("correction=gsm", "trainer.total_epoch=1", "trainer.no_such=2", *NEEDED)
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    assert "trainer.total_epoch=1: verl " in result.status
-    assert "it would have no effect. Set trainer.total_epochs if that is what you mean." in result.status
-    assert "trainer.no_such=2: verl " in result.status
-    assert result.trained == []
-
-
 def ours(result: Launch) -> list[str]:
     """The lines that are ours, of what was printed."""
     return [line.removeprefix("offpolicy: ") for line in result.printed.split("\n") if line.startswith("offpolicy: ")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "first"),
-    [
-        (
-            ["algorithm.rollout_correction.rollout_is=token"],
-            "UNCORRECTED: correction=none, verl's own algorithm.rollout_correction: rollout_is",
-        ),
-        # Nothing of ours is in the loss, whatever is reported next to it.
-        pytest.param(
-            ["offpolicy.shadow=[gsm]"], "UNCORRECTED: correction=none, verl's own loss", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_what_is_on_is_said_before_anything_else(arguments: list[str], first: str, launch: Launcher) -> None:
-    result = launch(*arguments, *NEEDED)
-    assert result.status == 0
-    assert ours(result)[0] == first
-
-
-# By what ends the launch: a value that verl cannot read, an interpolation, a value of our own.
-NEVER_A_TRACEBACK = [
-    ("algorithm.adv_estimator=null", "algorithm.adv_estimator=null: not a name"),
-    ("trainer.project_name=${oc.env:NOBODY_SET_THIS}", "Export NOBODY_SET_THIS, or set trainer.project_name"),
-    ("correction.masks.gsm.upper=1_01", "correction.masks.gsm.upper=101.0: Hydra reads 1_01 as this"),
-]
-
-
-@pytest.mark.parametrize(("argument", "part"), NEVER_A_TRACEBACK)
-def test_no_configuration_ends_in_a_traceback(
-    argument: str, part: str, launch: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)  # which could register a resolver
-    result = launch("correction=gsm", argument, *NEEDED)
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    assert part in result.status
-    assert result.trained == []
 
 
 @pytest.mark.slow
@@ -127,16 +50,6 @@ def test_a_check_asks_verl_and_the_workers_environment(launch: Launcher, monkeyp
         assert result.status.startswith(REFUSED)
         assert part in result.status
     assert launch("--check", "correction=gsm", f"++{variable}=1", *NEEDED).status == 0
-
-
-def test_a_good_configuration_trains(launch: Launcher) -> None:
-    """With verl's own helper, which by default runs at every step, turned off."""
-    result = launch("correction=tis_token", "trainer.total_training_steps=3", *NEEDED)
-    assert result.status == 0
-    (config,) = result.trained
-    assert config.trainer.total_training_steps == 3
-    assert config.correction.weight.upper == 2.0
-    assert config.algorithm.rollout_correction is None
 
 
 # The command itself, in a process of its own ----------------------------------------------------------------

@@ -13,10 +13,6 @@ from torch import Tensor
 from recipe.offpolicy.analysis import AnalysisError
 from recipe.offpolicy.analysis.pass_at_k import (
     Counts,
-    build_document,
-    build_table,
-    estimate,
-    plot_curves,
     rank_checkpoints,
     read_dumps,
 )
@@ -147,24 +143,11 @@ def test_rounds_of_one_step_are_pooled_and_steps_are_apart(tmp_path: Path) -> No
     assert (again[0].n, again[0].c) == (first.n, first.c)
 
 
-def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) -> None:
-    rows = [
-        {"input": "q", "gts": "y", "score": 1, "step": 1, "uid": uid} for uid in ("a_0_0", "a_0_1", "a_1_0", "b_0_0")
-    ]
-    path = tmp_path / "1.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    (found,) = read_dumps([path], correct_at_least=1.0)
-    assert (found.n, found.c, found.doubled) == ([3], [3], 1)
-    (note,) = estimate(found, [1], extrapolate=[], stopping=None, ranking=False).notes
-    assert "contains 1 prompts more than once" in note
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "line 1: not JSON"),
         ('{"input": "q", "step": 1, "score": Infinity}', "line 1: expected input, a finite score"),
-        ('{"input": "q", "step": null, "score": 1}', "line 1: expected input, a finite score"),
         ("", "no sample"),
     ],
 )
@@ -177,22 +160,6 @@ def test_other_files_are_refused_with_the_line(
         read_dumps([path], correct_at_least=1.0)
     assert main([str(path)]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_the_table_has_intervals_and_ranks_in_a_column_of_their_own(tmp_path: Path) -> None:
-    (counts,) = read_dumps([write(tmp_path / "a.jsonl", [0, 1, 2, 6] * 10)], correct_at_least=1.0)
-    found = estimate(counts, [1, 4, 64], extrapolate=[64], stopping=None, ranking=True)
-    table = build_table(found)
-    assert [column.name for column in table.columns][-1] == "Bernoulli (ranking only)"
-    assert [(row[0], row[4]) for row in table.rows] == [(1, "unbiased"), (4, "unbiased"), (64, "fit")]
-    k, value, low, high, _, shown = table.rows[1]
-    assert (k, value) == (4, pytest.approx((0 + 0.5 + 1 - 15 / 70 + 1) / 4))
-    assert low < value < high
-    assert shown == "0.523"  # (0 + 1 - (7/8)^4 + 1 - (3/4)^4 + 1 - (1/4)^4) / 4
-    assert "40 prompts, 320 samples, 25.0% unsolved" in table.title
-    assert "k = 64: some prompts have fewer samples" in found.notes[0]
-    assert build_document([found], None)[0]["extrapolated"][64]["estimate"] > value
-    assert plot_curves([found])[0].x.label == "k"
 
 
 def test_the_command_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,10 +186,3 @@ def test_arguments_that_do_not_fit(
     dump = write(tmp_path / "a.jsonl", [8, 6])
     assert main([str(dump), *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_equal_checkpoints_share_a_place() -> None:
-    rights = [0, 1, 2, 4] * 3
-    found = rank_checkpoints([counts(1, [4] * 12, [0] * 12), *(counts(at, [4] * 12, rights) for at in (2, 3))], 2)
-    assert [(each.number, each.name) for each in found.places] == [(1, "step 2"), (1, "step 3"), (3, "step 1")]
-    assert [each.may_be_best for each in found.places] == [True, True, False]

@@ -43,7 +43,6 @@ def launched(*overrides: str) -> CorrectionSpec:
             ["correction=[tis_token,opsm]", "correction.masks.opsm.delta=0.1", "correction.weight.upper=3.0"],
             ["correction=[tis_token,opsm]", "correction.weight.upper=3.0", "correction.masks.opsm.delta=0.1"],
         ),
-        (["correction=gsm", "correction.denominator=kept"], ["correction=gsm", "correction.denominator=kept"]),
         (["correction=bypass"], ["correction=none", "correction.proximal=bypass"]),
     ],
     ids=lambda overrides: " ".join(overrides),
@@ -59,10 +58,6 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
     "asked",
     [
         ["correction=none", f"+correction.masks.tight={TIGHT}"],
-        [
-            "correction=none",
-            "correction.weights.a={level: token, kind: truncate, lower: null, upper: 3.0, when: negative}",
-        ],
         [
             "correction=tis_token",
             "+correction.weight.by_staleness=[1.5,2.0]",

@@ -31,7 +31,6 @@ atexit.register(tell)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 DOCTOR = "recipe.offpolicy.doctor"
-VERL_PROGRAM = ("--module", "verl.trainer.main_ppo", "algorithm.rollout_correction.rollout_is=token", *NEEDED)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +39,6 @@ VERL_PROGRAM = ("--module", "verl.trainer.main_ppo", "algorithm.rollout_correcti
         3,
         [
             ((DOCTOR, "correction=[tis_token,gsm]", *NEEDED), "OK: every check passes"),
-            (
-                (DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"),
-                "masks.gsm",
-            ),
-            ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "ERROR: exit status 2"),
-            ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation rejects it"),
-            ((DOCTOR, *VERL_PROGRAM), "rollout_correction.rollout_is"),
             ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "OK: every check passes"),
             (("recipe.offpolicy.main_offpolicy", CHECK_FLAG, "correction=gsm", *NEEDED), "all checks passed"),
         ],

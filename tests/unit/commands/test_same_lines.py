@@ -18,15 +18,11 @@ ACCEPTED: list[tuple[str, ...]] = [
     (*GSM, "--config-name=offpolicy_trainer"),
     (*GSM, "--config-name", "offpolicy_megatron_trainer"),
     (*GSM, "+trainer.of_mine=a", "trainer.of_mine=b"),
-    (*GSM, "hydra.job.name=mine"),
 ]
 REFUSED: list[tuple[str, ...]] = [
     ("correction=gsm", "--config-name=offpolicy_trainer", *NEEDED),
-    (*GSM, "--multirun"),
-    (*GSM, "--no-such-flag"),
     (*GSM, "--config-name=nowhere"),
     (*GSM, "hydra.run.dir=/proc/nowhere"),
-    (*GSM, "trainer.resume_mode=sometimes"),
     ("correction=[[gsm]]", *NEEDED),
     ("+algorithm.rollout_corection.rollout_is=token", *NEEDED),
 ]

@@ -91,8 +91,3 @@ def test_bad_input_is_one_sentence(
     assert words in said
     assert said.startswith("whatif: ")
     assert said.count("\n") == 1
-
-
-def test_no_valid_point_is_bad_input(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(directory), *GRID[:3], "correction.masks.gsm.upper=0.5,0.6"]) == 2
-    assert capsys.readouterr().out.count("nothing lies between") == 2

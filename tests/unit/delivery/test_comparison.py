@@ -16,7 +16,6 @@ from recipe.offpolicy.delivery.checksums import (
     add_checksums,
     compare_adapter,
     compute_checksums,
-    find_left_out,
     sum_bits,
 )
 
@@ -60,10 +59,6 @@ def held(*sources: str, count: int, total: int, squares: int) -> Held:
 
 
 QK, NORM = held("k", "q", count=8, total=13, squares=109), held("norm", count=4, total=8, squares=16)
-
-
-def test_a_fused_parameter_is_the_sum_of_its_sources() -> None:
-    assert HeldComparer().compare([[QK, NORM]], OWN) == Comparison(("k", "norm", "q"))
 
 
 def test_shards_of_ranks_add_up_and_copies_are_equal_each() -> None:
@@ -117,10 +112,3 @@ def test_an_adapter_has_to_be_loaded_and_equal() -> None:
     assert compare_adapter(Comparison(), adapter, adapter, loaded=False).different == ("q.lora_A.weight",)
     moved = {"q.lora_A.weight": Checksum(2, 5, 8)}
     assert compare_adapter(Comparison(), adapter, moved, loaded=True).different == ("q.lora_A.weight",)
-
-
-def test_trained_parameters_that_nothing_is_sent_of() -> None:
-    sent = ["model.layers.0.q_proj.weight", "model.layers.0.mlp.experts.1.up_proj.weight", "lm_head.weight"]
-    lora = "model.layers.0.q_proj.lora_A.weight"
-    trained = ["language_model.layers.0.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"]
-    assert find_left_out([*trained, lora], sent) == [lora]

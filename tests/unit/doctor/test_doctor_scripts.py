@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.doctor_answer import Ask
-from tests.support.paths import ROOT
 from tests.support.scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
 
 pytest.importorskip("verl")
 pytestmark = pytest.mark.slow
 
 ROLLOUT = "actor_rollout_ref.rollout"
-RUN = ROOT / "recipe" / "offpolicy"
 
 
 def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: Path) -> None:
@@ -43,16 +41,3 @@ def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
     assert answer.status == 0
     assert answer.verdicts() == {"rollout_correction.rollout_is": "OK", "rollout_correction.rollout_rs": "OK"}
     assert ask("--script", str(script), f"{ROLLOUT}.calculate_log_probs=false").status == 1
-
-
-@pytest.mark.parametrize("name", ["run_dense_fsdp", "run_moe_megatron"])
-def test_our_scripts_are_live(name: str, ask: Ask) -> None:
-    assert ask("--script", str(RUN / f"{name}.sh")).status == 0
-    answer = ask("--json", "--script", str(RUN / f"{name}.sh"), f"{ROLLOUT}.calculate_log_probs=false")
-    assert answer.status == 2
-    assert set(answer.overrides()) == {f"{ROLLOUT}.calculate_log_probs=true"}
-
-
-@pytest.mark.verl(">=0.9")
-def test_our_asynchronous_script_is_live(ask: Ask) -> None:
-    assert ask("--script", str(RUN / "run_async.sh")).status == 0

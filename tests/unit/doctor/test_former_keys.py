@@ -17,8 +17,6 @@ from verl_patches.contract import installed_release
 @pytest.mark.parametrize(
     ("key", "value", "last", "said"),
     [
-        ("critic.megatron.grad_offload", "True", "0.9.0", "Delete this override: param_offload"),
-        ("critic.kl_ctrl.kl_coef", "0.1", "0.4.1", "The program was written for verl 0.4.1 or older."),
         ("critic.model.fsdp_config.wrap_policy.x", "1", "0.7.1", "Write critic.fsdp.wrap_policy.x=1."),
         ("data.continuous_token.enable", "True", "0.9.0", "Launch with verl 0.9.0."),
         ("reward_model.model.input_tokenizer", "null", "0.7.0", "Delete this override: null has no effect."),

@@ -13,22 +13,17 @@ from recipe.offpolicy.doctor.scripts import MOST, find_launches
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 CHAIN = "f0() { :; }\n" + "\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 19)) + "\nf18"
-NESTED = "for a in $(seq 999); do for b in $(seq 999); do for c in $(seq 999); do :; done; done; done"
 DOUBLING = 'python3 -c \'x="aaaaaaaa"; ' + "x=x+x; " * 40 + "print(x)'"
 
 ENDLESS = {
     "arguments that double in quotes": "set -- a b\n" + 'set -- "$@" "$@"\n' * 40,
     "an array that doubles": "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40,
-    "a text that doubles": "X=aaaaaaaa\n" + "X=$X$X\n" * 40,
     "one word of many values": 'X=$(seq 1 100000)\nY="' + "$X" * 2000 + '"',
     "functions that call two": CHAIN,
-    "three loops": NESTED,
     "a function that calls itself": "f() { f; }; f",
     "a script that sources itself": "source run.sh",
-    "a counted loop without an end": "for ((;;)); do X=1; done",
     "printed without an end": "X=$(for a in $(seq 9999); do cat /etc/services /etc/passwd; done)",
     "a number that grows": "launch $((" + "(" * 20 + "9" + "**62)" * 20 + "))",
-    "replaced by more": "X=$(seq 1 100000)\nX=${X//1/$X}\nX=${X//2/$X}",
     "an expression that goes back": "[[ " + "a" * 60 + "! =~ ^(a+)+$ ]]",
 }
 
@@ -84,12 +79,9 @@ LOST = {
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, SEPARATE),
     "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "the line ends in a carriage return"),
     "no backslash": (f"{LAUNCH} \\\n  a.b=2\n  correction=gsm\n", 3, VARIABLE),
-    "an and": (f"{LAUNCH} && correction=gsm\n", 1, VARIABLE),
     "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, VARIABLE),
-    "a variable": (f"correction=gsm {LAUNCH}\n", 1, VARIABLE),
     "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
-    "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, SEPARATE),
     "an array in a function": (f'f() {{\n  A=(c.d=1)\n{LAUNCH}\n  "${{A[@]}}"\n}}\nf\n', 4, SEPARATE),
 }
 
@@ -127,10 +119,7 @@ def test_what_is_no_part_of_the_launch_is_none(tmp_path: Path) -> None:
 GUARDS = (
     '[ -z "$NOT_SET_HERE" ] && exit 1',
     '[[ -z $NOT_SET_HERE ]] && { echo "say where"; exit 2; }',
-    '[[ -n "$NOT_SET_HERE" ]] || { echo no; exit 1; }',
-    '[[ -v NOT_SET_HERE ]] || exit 1',
     'if [ -z "${NOT_SET_HERE:-}" ]; then\n  echo no >&2\n  exit 1\nfi',
-    'if [ "$NOT_SET_HERE" ]; then echo fine; else exit 1; fi',
     ': "${NOT_SET_HERE:?say where}"',
     'case "$NOT_SET_HERE" in "") exit 1;; esac',
     'die() { echo "$1"; exit 1; }\n[ -n "$NOT_SET_HERE" ] || die "say where"',

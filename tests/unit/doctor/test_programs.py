@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.interpreter import read_script
-from recipe.offpolicy.doctor.bash.programs import LARGEST, is_lookup, run_program
+from recipe.offpolicy.doctor.bash.programs import is_lookup, run_program
 from recipe.offpolicy.doctor.bash.shell_values import Field, Unknown
 
 
@@ -59,20 +59,12 @@ def test_a_program_that_waits_is_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - started < 60
 
 
-def test_as_much_as_is_read_is_known(tmp_path: Path) -> None:
-    assert run_program(["head", "-c", str(LARGEST), "/dev/zero"], tmp_path, "") == ("\0" * LARGEST, True)
-    assert run_program(["head", "-c", str(LARGEST + 1), "/dev/zero"], tmp_path, "") is None
-    assert run_program(["grep", "-c", "b", "-"], tmp_path, "a\n") == ("0\n", False)
-
-
 @pytest.mark.parametrize(
     "code",
     [
         "print('a' * 10**10)",
-        "print('%1000000000d' % 1)",
         "print(f'{1:>1000000000}')",
         "print([1 for a in 'xx' for b in 'xx'])",
-        "import torch_npu",
         "import importlib.util; importlib.util.find_spec('a.b')",
     ],
 )

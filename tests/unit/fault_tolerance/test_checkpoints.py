@@ -71,7 +71,7 @@ def test_a_whole_checkpoint_is_recorded(tmp_path: Path) -> None:
     assert to_resume(tmp_path) == "4"
 
 
-@pytest.mark.parametrize("until", ["actor", "data", "tracker"])
+@pytest.mark.parametrize("until", ["actor", "tracker"])
 def test_ended_in_the_midst_the_previous_one_is_resumed(
     tmp_path: Path, until: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,14 +100,6 @@ def test_a_step_that_was_being_written_over_is_not_resumed(tmp_path: Path, caplo
     assert "global_step_4: writing it was interrupted; resuming from step 2" in caplog.text
 
 
-def test_written_over_with_nothing_else_left(tmp_path: Path) -> None:
-    save(tmp_path, 4)
-    save(tmp_path, 4, until="data")
-    with pytest.raises(CheckpointError, match=r"no other checkpoint is known to be complete.*resume_mode=disable"):
-        to_resume(tmp_path)
-    check_before_loading(config(tmp_path, resume_mode="disable"), SPEC)
-
-
 def test_a_tracker_without_a_number_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 2)
     save(tmp_path, 10)
@@ -115,34 +107,6 @@ def test_a_tracker_without_a_number_is_mended(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "10"
     assert "contains no number; resuming from step 10" in caplog.text
-
-
-def test_a_changed_correction_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 2)
-    masks = {"gsm": {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.99, "upper": 1.01}}
-    wider = CorrectionSpec.from_mapping(
-        {"weight": TIS["weight"] | {"upper": 3.0}, "masks": {"gsm": masks["gsm"] | {"when": "any"}}}
-    )
-    with pytest.raises(CheckpointError) as stopped:
-        check_before_loading(config(tmp_path), wider)
-    message = str(stopped.value)
-    assert "correction.weight.upper: 2.0 in the checkpoint, 3.0 now" in message
-    assert "correction.masks.gsm.lower: not there in the checkpoint, 0.99 now" in message
-    assert "offpolicy.resume_changed_correction=true" in message
-    assert "weight.level" not in message
-    allowed = config(tmp_path)
-    allowed.offpolicy.resume_changed_correction = True
-    with caplog.at_level(logging.WARNING):
-        check_before_loading(allowed, wider)
-    assert "correction.weight.upper: 2.0 in the checkpoint, 3.0 now" in caplog.text
-
-
-def test_a_checkpoint_of_another_run_cannot_be_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 2)
-    (tmp_path / "global_step_2" / RECORD).unlink()
-    with caplog.at_level(logging.WARNING):
-        assert to_resume(tmp_path) == "2"
-    assert "it is unknown" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -195,20 +195,12 @@ def find(content: Any, at: Path_) -> Any:
 
 
 CASES: dict[str, tuple[str, Path_, Any, str]] = {
-    "no calibration": (RECORD, ("steering", "calibration"), None, "calibration=null"),
     "bounds removed": (RECORD, ("steering", "calibration", "bounds"), {}, r"calibration.bounds have the parts \[\]"),
-    "a side removed": (
-        RECORD,
-        ("steering", "calibration", "bounds", "gsm", "upper"),
-        None,
-        "do not have the same open sides",
-    ),
     "beyond its ceiling": (RECORD, ("steering", "calibration", "bounds", "gsm", "upper"), 1.5, "out of range"),
     "controller": (RECORD, ("staleness", "controller", "eta"), "9", r"controller.eta=9 is not in \[0, 8\]"),
     "changes": (RECORD, ("staleness", "changes"), [[7, "2"]], r"the steps must increase from 0"),
     "NaN": (FILES[2], ("counts", "0", 0), math.nan, r"counts\.0=\[NaN, 1"),
     "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint records 3 pass_rates"),
-    "unknown": (RECORD, ("steerin",), {}, r"steerin=\{\}: the key is unknown"),
     "state lost": (
         RECORD,
         ("extensions", "pass_at_k", "state"),

@@ -100,20 +100,6 @@ def resumed(made: DictConfig, correction: CorrectionSpec = CONFIGURED) -> Active
     return active
 
 
-def test_a_resume_goes_on_with_the_bounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = active()
-    for _ in range(3):
-        made.after_update(GOOD, seen())
-    saved(tmp_path, made)
-    with caplog.at_level(logging.INFO):
-        again = resumed(config(tmp_path))
-    assert "resuming with correction.masks.gsm at {'lower': " in caplog.text
-    assert (again.spec, again.bounds) == (made.spec, made.bounds)
-    for one in (made, again):
-        one.after_update(GOOD, seen(0.002))
-    assert again.state() == made.state()
-
-
 def test_a_resume_goes_on_with_the_fallback_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = active()
     made.after_update(GOOD, seen())

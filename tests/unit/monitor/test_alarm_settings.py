@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.monitor.alarm_settings import DEFAULTS, OF_EXTENSIONS, find_problems, read_settings
 from recipe.offpolicy.monitor.alarms import find_statistic, read_value
 from recipe.offpolicy.preflight.composed import Composed
@@ -37,14 +37,10 @@ ESS, MEAN = f"{KEY}.ess", f"{KEY}.mean_weight"
 BACK = {f"{ESS}.action": "fallback", f"{ESS}.fallback": ["gsm"]}
 SHIPPED = (f"{ESS}.lower=0.3", f"{ESS}.upper=null", f"{ESS}.recovery_lower=0.4", f"{ESS}.recovery_upper=null")
 WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    "name": ({f"{KEY}.entropy": {"action": "warn"}}, f"{KEY}.entropy", ()),
     "null": ({ESS: None}, ESS, (f"{ESS}={{action: 'off'}}",)),
-    "open": ({f"{ESS}.lower": None, f"{ESS}.recovery_lower": None}, f"{ESS}.lower", SHIPPED),
     "inverted": ({f"{ESS}.upper": 0.2, f"{ESS}.recovery_upper": 0.1}, f"{ESS}.lower", SHIPPED),
-    "half": ({f"{ESS}.recovery_lower": None}, f"{ESS}.recovery_lower", (f"{ESS}.recovery_lower=0.3",)),
     "looser below": ({f"{ESS}.recovery_lower": 0.2}, f"{ESS}.recovery_lower", (f"{ESS}.recovery_lower=0.3",)),
     "nothing": ({f"{ESS}.action": "fallback"}, f"{ESS}.fallback", (f"{ESS}.fallback=[tis_token, gsm]",)),
-    "not taken": ({f"{ESS}.fallback": ["gsm"]}, f"{ESS}.fallback", (f"{ESS}.action=fallback",)),
     "too early": (BACK | {f"{ESS}.return_after": 2}, f"{ESS}.return_after", (f"{ESS}.return_after=3",)),
 }
 
@@ -103,7 +99,6 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "weight": {"weight": TIS},
     "self-normalised": {"weight": TIS | {"normalize": True}},
-    "mask": {"masks": {"gsm": GSM}},
     "reuse": {"weight": TIS, "proximal": "reuse"},
     "bypass": {"proximal": "bypass", "masks": {"opsm": opsm(0.1)}},
 }
@@ -112,7 +107,6 @@ LOOKS_AT = {
     "none": ("rollout_ratio/ess", "rollout_ratio/mean", "kl/k3"),
     "weight": ("weight/ess", "weight/mean", "kl/k3"),
     "self-normalised": ("weight/ess", "raw_weight/mean", "kl/k3"),
-    "mask": ("rollout_ratio/ess", "rollout_ratio/mean", "kl/k3"),
     "reuse": ("weight/ess", "weight/mean", "kl/k3"),
     "bypass": ("full_ratio/ess", "full_ratio/mean", "full_ratio/chi2"),
 }
@@ -141,8 +135,3 @@ def test_the_stages_give_what_alarms_look_at(name: str) -> None:
 def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
     assert list(read_settings(config({f"{KEY}.ess.action": off, "opd": {}}))) == [n for n in DEFAULTS if n != "ess"]
     assert found({f"{KEY}.ess.action": off}) == []
-
-
-def test_names_that_nobody_resolved_are_not_taken_for_a_correction() -> None:
-    with pytest.raises(SpecError, match="main_offpolicy has not replaced"):
-        read_settings(config({f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]}))

@@ -27,7 +27,6 @@ SMALL = [0.0, -3.0] * 10
 
 
 def cap(made: Calibration) -> float:
-    assert made.spec.weight is not None
     assert made.spec.weight.upper is not None
     return made.spec.weight.upper
 
@@ -129,11 +128,9 @@ NAMED = CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}})
     ("correction", "values", "expected"),
     [
         (spec(weight=TIS | {"kind": "clip", "lower": 0.5}), {}, ""),
-        (skyrl(TIS), {}, ""),
         (spec(gsm=GSM), {}, "correction.weight=null: there is no cap that could move."),
         (spec(weight=TIS | {"kind": "reject"}), {}, "correction.weight.kind=reject drops values beyond its bounds"),
         (spec(weight=TIS | {"upper": 1.0}), {}, "correction.weight.upper=1: a cap is moved by multiplying"),
-        (spec(weight=TIS | {"kind": "clip", "lower": 1.2}), {}, "weight.lower=1.2: the cap may come close to 1"),
         (skyrl(TIS | {"level": "sequence"}), {}, "applies masks before a weight of level sequence"),
         (NAMED, {"target_kept": 0.98}, "both metrics would be named offpolicy/calibrate/weight."),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from tests.support.corrections import TIS, spec, tensor
 from tests.support.drawn import Rows, batches, decide, examples, weights
 
 TOKENS, TOTAL, SQUARE = WEIGHT_SUMS
-CLIP = dict(level="token", kind="clip", lower=0.5, upper=2.0)
 
 
 def shown(correction: CorrectionSpec, rows: Rows) -> dict[str, Statistic]:
@@ -89,27 +87,7 @@ def test_the_ess_under_another_cap_is_the_metric_of_a_run_with_that_cap(
 ) -> None:
     assume(batch.mask.any())
     sums = read_histogram(shown(spec(weight=values), batch), WEIGHT)
-    assert sums is not None
     other = spec(weight=values | {"upper": math.exp(CAPS[place])})
     assert compute_ess_by_cap(sums)[place] == pytest.approx(
         decide(other, batch).statistics["weight/ess"].value(), rel=1e-5
     )
-
-
-@examples
-@given(
-    draw.lists(draw.floats(-25.0, 25.0), min_size=1, max_size=40),
-    draw.sampled_from([TIS, CLIP]),
-    draw.floats(0.01, 0.99),
-)
-def test_the_ess_falls_as_the_cap_rises_and_the_inverse_is_the_widest(
-    log_rho: list[float], values: dict[str, Any], target: float
-) -> None:
-    sums = sums_of(values, [log_rho])
-    course = compute_ess_by_cap(sums)
-    assert len(course) == len(CAPS) + 1
-    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(course))
-    goal = find_widest_cap(sums, target)
-    edges = (*CAPS, math.inf)
-    for edge, value in zip(edges, course, strict=True):
-        assert value >= target * (1 - 1e-9) if edge <= goal else value < target

@@ -89,18 +89,6 @@ def test_noise_is_of_rows_whose_weights_are_equal_and_of_pi_old() -> None:
     assert "m/noise" not in shown(spec(m=opsm(0.1, ratio="ppo")), {"m": "both"}, **given)
 
 
-def test_noise_is_of_units_whose_every_token_is_fresh_where_ages_are_by_token() -> None:
-    # Distances of 0.12 in a fresh row, and of 0.2 and 0.3 in one whose first token is stale.
-    given: dict[str, Any] = dict(
-        mu=[[-1.0] * 2] * 2, old=[[-1.12] * 2, [-1.2, -1.3]], pi=[[-1.5] * 2] * 2, advantages=[[-1.0] * 2] * 2
-    )
-    ages = [[0, 0], [1, 0]]
-    seen = shown(spec(opsm=opsm(0.1)), {"opsm": "both"}, **given, staleness=ages)
-    assert bins(seen["opsm/noise"]) == {bin_of(0.12): 1.0}
-    by_token = shown(spec(m=opsm(0.1, level="token")), {"m": "both"}, **given, staleness=ages)
-    assert bins(by_token["m/noise"]) == {bin_of(0.12): 2.0, bin_of(0.3): 1.0}
-
-
 @examples
 @given(batch=batches(), cut=draw.integers(0, 6))
 def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
@@ -141,14 +129,3 @@ def test_the_quantile_keeps_the_share_and_no_edge_below_does(
     assert sum(d <= edge for d in inside) >= share * len(inside) * (1 - 1e-12)
     below = max((e for e in EDGES if e < edge), default=None)
     assert below is None or sum(d <= below for d in inside) < share * len(inside)
-
-
-def test_noise_beyond_a_bound_that_does_not_move_is_none_of_the_other() -> None:
-    # Fresh rows at 0.12, -0.005 and -0.2 nats; the lower bound 0.99, -0.01 nats, rejects the third whatever upper is.
-    given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.005], [-1.2]])
-    correction = spec(m=band(0.99, 1.02, ratio="full"))
-    one_side = shown(correction, {"m": "upper"}, **given)
-    assert bins(one_side["m/noise"]) == {bin_of(0.12): 1.0, 0: 1.0}
-    assert bins(one_side["m/distance"]) == {bin_of(0.12): 1.0, 0: 1.0, len(EDGES): 1.0}
-    both = shown(correction, {"m": "both"}, **given)
-    assert bins(both["m/noise"]) == {bin_of(0.12): 1.0, bin_of(0.005): 1.0, bin_of(0.2): 1.0}

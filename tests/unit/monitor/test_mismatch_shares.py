@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.monitor.mismatch_shares import (
-    COLUMNS,
     LEAST_TOKENS,
     RECENT,
     RecentFloor,
     build_share_statistics,
     compute_shares,
     compute_sums_by_row,
-    estimate_floor,
 )
 
 MU = math.log(0.3)  # all in the bin 0.1-0.5
@@ -72,15 +70,6 @@ def test_stale_rows_borrow_the_backend_of_fresh_ones() -> None:
     assert of_kl.staleness == pytest.approx((stale - backend) / (backend + stale))
 
 
-def test_a_row_of_two_versions_is_fresh_and_stale_by_token() -> None:
-    """The rows of the test above end to end, as one row whose first half is stale."""
-    half = LEAST_TOKENS // 2
-    gap = [0.3, -0.3] * half + [0.1, -0.1] * half
-    apart = sums_of([gap[: 2 * half], gap[2 * half :]], [[0.0] * 2 * half] * 2, [1, 0]).sum(0)
-    together = sums_of([gap], [[0.0] * 4 * half], [[1] * 2 * half + [0] * 2 * half])[0]
-    assert together == pytest.approx(apart)
-
-
 @pytest.mark.parametrize(
     ("staleness", "why"), [([1, 1], "no fresh row"), (None, "versions not told"), ([0, -1], "one row of unknown age")]
 )
@@ -102,16 +91,6 @@ def test_too_few_fresh_tokens_at_the_probability_of_stale_ones() -> None:
     few = sums_of([[0.1]], [[0.0]], [1], mu=math.log(1e-4))
     many = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1])
     assert compute_shares((fresh + few + many).sum(0))[0].backend is not None
-
-
-def test_floor_by_probability() -> None:
-    low = sums_of([[0.4, -0.4] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0], mu=math.log(0.05))
-    high = sums_of([[0.01, -0.01] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0], mu=math.log(0.95))
-    floor = estimate_floor((low + high).sum(0))
-    assert floor is not None
-    assert floor.known.tolist() == [False, False, True, False, False, True]
-    # The bins between take the nearer one.
-    assert floor.variance == pytest.approx([0.16, 0.16, 0.16, 0.16, 1e-4, 1e-4])
 
 
 rows_of_numbers = st.lists(
@@ -156,13 +135,3 @@ def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
     assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
     assert floor.compute_shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
     assert floor.compute_shares({}) == {}
-
-
-def test_tokens_that_do_not_count() -> None:
-    """Padding and log-probs that are not finite stay out, whatever stands there."""
-    mu = torch.tensor([[MU, math.nan, MU, 1e30]])
-    table = compute_sums_by_row(
-        mu, torch.full((1, 4), MU + 0.1), torch.full((1, 4), MU), torch.tensor([[1, 1, 1, 0]]), None
-    )
-    assert table[..., COLUMNS.index("tokens")].sum() == 2
-    assert torch.isfinite(table).all()

@@ -65,11 +65,6 @@ def hindered(values: dict[str, Any], distances: list[float], noise: list[float] 
     return " ".join(sorted(Evidence(schedule, mask, mask, *evidence).find_obstacles()))
 
 
-@pytest.mark.parametrize("distances", [[], [math.inf] * 10])
-def test_noise_lifts_a_bound_whatever_is_known_of_the_share(distances: list[float]) -> None:
-    assert after(opsm(0.02), distances, [0.08] * 10)["lower"] == pytest.approx(0.03)
-
-
 @pytest.mark.parametrize("noise", [3.0, math.inf])
 def test_noise_lifts_no_bound_past_the_ceiling(noise: float) -> None:
     # Ten times 0.1 is the ceiling, six steps of 1.5 away.
@@ -131,28 +126,6 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
         current = following
 
 
-@examples
-@given(draw.integers(0, 1000), draw.floats(-4.0, -1.0), draw.sampled_from([0.8, 0.9, 0.98]))
-def test_on_a_stationary_distribution_it_converges_to_the_quantile_monotonously(
-    seed: int, center: float, target: float
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    sample = 10 ** (center + 0.3 * torch.randn(500, generator=generator, dtype=torch.float64))
-    schedule = Schedule(find_keeping_distance, target, "both", 0.3, 1e-4, 1e4, 0.99)
-    configured = current = mask_of(SYMMETRIC)
-    evidence = (counts(*sample.tolist()),)
-    course = [0.1]
-    for _ in range(60):
-        current = moved(current, Evidence(schedule, configured, current, *evidence).compute_next_bounds())
-        course.append(compute_distances(current)["upper"])
-    assert course in (sorted(course), sorted(course, reverse=True))
-    exact = float(sample.sort().values[math.ceil(target * 500 - 1e-9) - 1])
-    assert exact * (1 - 1e-9) <= course[-1] <= exact * 10 ** (1 / 64) * (1 + 1e-9)
-    kept = float((sample <= course[-1]).double().mean())
-    assert target - 1e-9 <= kept <= target + float((abs(sample / exact - 1) < 0.04).double().mean())
-    assert course[-1] in [pytest.approx(edge) for edge in EDGES]
-
-
 def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
     """As with side=upper, where the lower bound alone rejects two of ten and one of ten is to be dropped."""
     rows = [0.3] * 8 + [math.inf] * 2
@@ -162,9 +135,3 @@ def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
     rows = [0.3] * 9 + [math.inf]
     assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(compute_quantile(counts(0.3), 0.9))
     assert hindered(SYMMETRIC, rows, side="upper") == ""
-
-
-def test_too_few_units_say_nothing() -> None:
-    # One in ten is to be dropped: nine units hold no tenth.
-    assert after(SYMMETRIC, [5.0] * 9) == pytest.approx({"lower": 0.1, "upper": 0.1})
-    assert after(SYMMETRIC, [5.0] * 10)["upper"] == pytest.approx(0.15)

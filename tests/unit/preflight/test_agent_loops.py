@@ -29,12 +29,6 @@ SOURCES = {
         f"{HEAD}class Loop(AgentLoopBase):\n  def run(self):\n    o = {WITHOUT}\n    o.response_logprobs = []",
         "returned",
     ),
-    "by a function": (
-        f"{HEAD}def made(): return {WITHOUT}\nclass Loop(AgentLoopBase):\n  def run(self): return made()",
-        "left out",
-    ),
-    "by another module": ("from of_mine.made import made\nclass Loop:\n  def run(self): return made()", "left out"),
-    "inherited": ("from .base import Base\nclass Loop(Base): ...", "left out"),
     "by keywords that are not seen": (
         f"{HEAD}class Loop(AgentLoopBase):\n  def run(self, **k): return AgentLoopOutput(**k)",
         "unknown",

@@ -195,25 +195,6 @@ def moe(n: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"trainer__v1__trainer_mode": "colocate_async"},
-        {"trainer__v1__trainer_mode": "colocate_async", STALENESS.replace(".", "__"): 9},
-        moe(1),
-        moe(2, **{MODE: "R2"}),
-        moe(4, **{MODE: "R3", f"{ROLLOUT}__enable_rollout_routing_replay": True}),
-        moe(4, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
-        moe(2, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
-        MOE | {f"{ACTOR}__strategy": "fsdp", f"{ACTOR}__ppo_mini_batch_size": 16, f"{ROLLOUT}__name": "sglang"},
-        MOE | {f"{ACTOR}__strategy": "fsdp"},
-    ],
-)
-def test_configurations_that_fit(changes: dict[str, Any]) -> None:
-    held(changes)
-
-
-@pytest.mark.parametrize(
     ("changes", "parts"),
     [
         (moe(2), [f"{REPLAY}=disabled: R2", f"Set {REPLAY}=R2, or {LOSS}=gspo"]),

@@ -29,7 +29,6 @@ def test_losses_that_take_a_weight(loss_mode: str) -> None:
 @pytest.mark.parametrize(("loss_mode", "reason"), [("geo_mean", WEIGHTED), ("bypass_mode", IGNORED), ("kl_cov", SPLIT)])
 def test_losses_that_do_not(loss_mode: str, reason: str) -> None:
     wrong = probe(config(loss_mode))
-    assert wrong is not None
     assert reason in wrong
 
 
@@ -44,23 +43,8 @@ def test_the_answer_does_not_depend_on_the_random_state() -> None:
 def test_sums_need_a_scale_that_is_not_the_micro_batch() -> None:
     """verl divides by the padded width where none is given, which differs from split to split."""
     wrong = probe(config(loss_agg_mode="seq-mean-token-sum-norm"))
-    assert wrong is not None
     assert SPLIT in wrong
     assert probe(config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=64)) is None
-
-
-@pytest.mark.parametrize("estimator", ["kl", "low_var_kl"])
-def test_a_kl_term_is_left_alone(estimator: str) -> None:
-    """Its gradient stays where weights are 0; the policy term's is what is judged."""
-    assert probe(config(use_kl_loss=True, kl_loss_type=estimator, kl_loss_coef=0.1)) is None
-
-
-def test_the_configuration_is_left_as_it_was() -> None:
-    """ppo_loss writes batch sizes into the configuration that it is given."""
-    one = config()
-    before = dict(one.global_batch_info)
-    probe(one)
-    assert one.global_batch_info == before
 
 
 @pytest.fixture

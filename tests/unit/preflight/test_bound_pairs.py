@@ -36,9 +36,7 @@ def test_a_pair_is_found_with_what_was_meant(override: str, number: float, mends
     "override",
     [
         f"{UPPER}=0.5_2.0",  # stays a string, which the correction itself refuses
-        f"{UPPER}='0.5_2'",
         "offpolicy.record.max_bytes=1_000_000",  # no bound
-        "data.upper=0.5_2",  # not ours
     ],
 )
 def test_other_numbers_are_no_pairs(override: str) -> None:

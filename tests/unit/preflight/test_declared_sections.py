@@ -52,18 +52,13 @@ OUTSIDE: dict[str, tuple[Any, ...]] = {
     "calibrate.ceiling": (0.5, math.inf),
 }
 INSIDE: dict[str, tuple[Any, ...]] = {
-    "prove_every": (0,),
     "watchdog.step_timeout": (0.1, None),
     "staleness.eta": (0, 0.5, None),
-    "staleness.too_old": ("wait", "mask", "refresh", "drop"),
     "staleness.adapt.ess": (0.01, 1, None),
     "staleness.adapt.trainer_wait": (0, 0.99),
-    "replay.oldest": (0, None),
-    "record.max_bytes": (1, 0.5),
     "calibrate.target_kept": (0.5, 0.99, None),
     "calibrate.of": ("gsm", ["gsm"], None),
     "calibrate.side": ("both", "upper", "lower"),
-    "calibrate.warmup": (0,),
     "calibrate.ceiling": (1, 99),
     "alarms.ess.action": ("off", False, "warn", "stop", "fallback"),
     "alarms.mismatch_growth.window": (2,),
@@ -71,15 +66,10 @@ INSIDE: dict[str, tuple[Any, ...]] = {
 """Keys -> values at the edge of what they take."""
 UNREAD: dict[str, Any] = {
     "staleness.too_old": "mask",
-    "staleness.refresh_limit": 3,
     "staleness.adapt.trainer_wait": 0.1,
     "staleness.adapt.floor": 1,
-    "staleness.adapt.every": 2,
     "record.every": 10,
-    "record.prompts": False,
-    "record.without_replay": True,
     "calibrate.of": ["gsm"],
-    "calibrate.side": "upper",
     "calibrate.ceiling": 2.0,
     "alarms.ess.return_after": 9,
 }

@@ -14,7 +14,7 @@ from recipe.offpolicy.monitor.alarm_settings import read_settings
 from recipe.offpolicy.preflight.composed import Composed, read_correction
 from recipe.offpolicy.preflight.resolve import _resolve_fallbacks as resolve
 from recipe.offpolicy.preflight.resolve import check_fallbacks as check
-from tests.support.applications import NEEDED, application, changed, without_verl
+from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, TIS
 
 KEY = "offpolicy.alarms.ess"
@@ -22,11 +22,6 @@ TAKEN = f"{KEY}.action=fallback"
 
 
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return without_verl(tmp_path_factory.mktemp("configs"))
 
 
 def resolved(folder: Path, *overrides: str) -> DictConfig:
@@ -53,14 +48,12 @@ def test_a_stack_is_composed_from_its_files(folder: Path) -> None:
 def test_the_support_that_is_replayed_holds_for_the_fallback(folder: Path) -> None:
     asked = ("correction.support=engine", "correction.support_unknown=full", "correction.support_size=8")
     fallback = read_settings(resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token", *asked))["ess"].fallback
-    assert fallback is not None
     assert (fallback.support, fallback.support_unknown, fallback.support_size) == ("engine", "full", 8)
 
 
 def test_score_centering_holds_for_the_fallback_and_does_not_begin_with_it(folder: Path) -> None:
     asked = ("correction=gsm", f"{KEY}.fallback=tis_token", "correction.centering=8")
     fallback = read_settings(resolved(folder, *asked))["ess"].fallback
-    assert fallback is not None
     assert fallback.centering == 8
     with pytest.raises(SpecError, match="requests them from the start"):
         resolved(folder, "correction=gsm", f"{KEY}.fallback=[tis_token,paper/score_centering]")
@@ -76,7 +69,6 @@ def test_score_centering_holds_for_the_fallback_and_does_not_begin_with_it(folde
         ("nothing_like_it", "no such option. docs/corrections.md explains"),
         ("[tis_token,mis_token]", "both set correction.weight"),
         ("none", "none is not a safer correction"),
-        ("auto", "auto is not a safer correction"),
         ("opsm", "masks.opsm.delta=???: required and not set"),
     ],
 )

@@ -17,7 +17,6 @@ from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.model_files import (
     count_largest_tensor,
     find_experts,
-    find_local,
 )
 
 
@@ -40,14 +39,12 @@ def saved(folder: Path, values: Any) -> Path:
     [
         {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8},
         {"model_type": "deepseek_v3", "n_routed_experts": 256, "n_shared_experts": 1},
-        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
         {"model_type": "ernie4_5_moe_vl", "text_config": {"moe_num_experts": [64, 64]}},
     ],
     ids=lambda values: values["model_type"],
 )
 def test_a_mixture_of_experts(values: dict[str, Any], tmp_path: Path) -> None:
     found = find_experts(config(saved(tmp_path, values)))
-    assert found is not None
     assert found[0]
 
 
@@ -59,12 +56,6 @@ def test_a_mixture_of_experts(values: dict[str, Any], tmp_path: Path) -> None:
 def test_a_dense_model(values: dict[str, Any], tmp_path: Path) -> None:
     file = saved(tmp_path, values) / "config.json"
     assert find_experts(config(tmp_path)) == (False, f"{file} specifies no experts")
-
-
-def test_what_is_not_at_hand_or_damaged_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
-    for path in (tmp_path / "nowhere", "org/model-that-nobody-has", saved(tmp_path, "{")):
-        assert find_experts(config(path)) is None
 
 
 def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
@@ -88,15 +79,6 @@ def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def test_an_embedding_counts_once_tied_or_not_in_any_dtype(tmp_path: Path) -> None:
-    """49 152 tokens x 576 = 28 311 552 elements."""
-    embedding = torch.zeros(49152, 576, dtype=torch.float16)
-    save_file({EMBEDDING: embedding}, tmp_path / "model.safetensors")
-    assert count_largest_tensor(tmp_path) == 28_311_552
-    save_file({EMBEDDING: embedding, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
-    assert count_largest_tensor(tmp_path) == 28_311_552
-
-
 def test_experts_count_as_one_tensor_where_they_are_stacked(tmp_path: Path) -> None:
     """8 experts of 3 matrices of 64 x 32: 49 152 elements; one matrix has 2048, and the embedding 3200."""
     names = [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(8) for part in ("gate", "up", "down")]
@@ -104,21 +86,3 @@ def test_experts_count_as_one_tensor_where_they_are_stacked(tmp_path: Path) -> N
     save_file(tensors, tmp_path / "model.safetensors")
     assert count_largest_tensor(tmp_path) == 3200
     assert count_largest_tensor(tmp_path, stacked=True) == 49_152
-
-
-@pytest.mark.parametrize(
-    ("values", "elements"),
-    [
-        ({"vocab_size": 30, "hidden_size": 7}, 210),
-        ({"text_config": {"vocab_size": 4, "hidden_size": 5}}, 20),
-        ([], None),
-    ],
-)
-def test_without_readable_weights_the_configuration_says_the_embedding(
-    values: Any, elements: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        (tmp_path / name).write_bytes(b"\xff" * 40)
-    assert count_largest_tensor(tmp_path) == elements
-    assert find_local(str(tmp_path)) == tmp_path / "config.json"

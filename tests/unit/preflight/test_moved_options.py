@@ -18,16 +18,11 @@ from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import load_option, refuse_moved
 from recipe.offpolicy.preflight.python_source import OURS
 from recipe.offpolicy.preflight.resolve import resolve
-from tests.support.applications import CONFIGS, NEEDED, OPTIONS, application, without_verl
+from tests.support.applications import CONFIGS, NEEDED, OPTIONS, application
 from verl_patches.hydra_sections import bring_sections
 from verl_patches.moved_options import MOVED, explain_moved
 
 VERL = "verl.trainer.main_ppo"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return without_verl(tmp_path_factory.mktemp("configs"))
 
 
 @pytest.mark.slow
@@ -38,7 +33,6 @@ def test_every_former_name_is_answered_with_one_that_composes(old: str, folder: 
     assert old not in OPTIONS
     for written, today in ((old, new), (f"[gsm,{old}]", f"[gsm,{new}]")):
         said = explain_moved(f"correction/{old}", ["x=1", f"correction={written}"])
-        assert said is not None
         assert said.startswith(f"correction={written}: {old} is now {new}. Set ")
         assert f"correction={today}" in said
     with application(folder=folder):

@@ -100,7 +100,6 @@ def test_what_takes_a_forward_pass(changes: str, said: str, configuration: Confi
     [
         {"data.train_batch_size": 16},
         {f"{ACTOR}.ppo_epochs": 2},
-        {"data.train_batch_size": "8"},
         {"correction.weight": None},
         {"correction.weight.upper": -1.0},
     ],
@@ -137,7 +136,6 @@ NOISY: list[tuple[dict[str, Any], list[str]]] = [
     ({"attention_dropout": 0.1, "resid_pdrop": 0.2}, ["attention_dropout", "resid_pdrop"]),
     ({"text_config": {"router_jitter_noise": 0.01}}, ["text_config.router_jitter_noise"]),
     ({"classifier_dropout": 0.1, "summary_first_dropout": 0.1}, []),
-    ({"dropout_layers": "none"}, []),
 ]
 
 

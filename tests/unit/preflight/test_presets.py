@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.composed import Composed
-from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
+from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application
 from tests.support.corrections import GSM, TIS, band, opsm
+from tests.support.examples import each_nth_by_default
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 from_trl, from_verl = CorrectionSpec.from_trl, CorrectionSpec.from_verl
@@ -120,11 +121,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return without_verl(tmp_path_factory.mktemp("configs"))
-
-
 def test_every_option_is_held_by_a_test() -> None:
     """By its values below, or by the factory of verl's that it is named after."""
     assert set(OPTIONS) == set(EXPECTED) | {f"verl/{name}" for name in FACTORIES}
@@ -135,7 +131,7 @@ def test_each_option_is_what_is_published(option: str) -> None:
     assert loaded(option) == CorrectionSpec.from_mapping(EXPECTED[option])
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", each_nth_by_default(5, OPTIONS))
 def test_each_option_composes(option: str, folder: Path) -> None:
     """It sets its own keys and nothing besides."""
     with application(f"correction={option}", *DELTAS.get(option, []), folder=folder) as config:
@@ -169,7 +165,3 @@ def test_every_factory_of_verl_is_an_option() -> None:
 def test_verls_factories(name: str) -> None:
     factory = getattr(RolloutCorrectionConfig, name)
     assert same(loaded(f"verl/{name}"), from_verl(factory()))
-
-
-def test_trls_defaults() -> None:
-    assert same(loaded("trl/default"), from_trl({}))

@@ -6,20 +6,13 @@ import logging
 
 import pytest
 
-from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.report.timeline import build_timeline
-from recipe.offpolicy.analysis.report.verdict import COMPARED, build_answers, run_studies
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.monitor.alarms import StaleRowsWatch
-from recipe.offpolicy.preflight.auto_choice import Setup, select
 from recipe.offpolicy.preflight.checks.staleness import warn_asynchronous
 from recipe.offpolicy.preflight.composed import Composed
-from recipe.offpolicy.recording import Recording
 from tests.support.applications import NEEDED, application
-from tests.support.paths import ROOT
 
 LINE = "correction=opsm correction.masks.opsm.delta=0.1"
-STALE = ROOT / "tests/data/faults/held_out/colocate_async-14"
 
 
 @pytest.mark.verl("==0.9.1")
@@ -28,26 +21,6 @@ def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
         (note,) = warn_asynchronous(Composed(config, CorrectionSpec()))
     assert note.verdict == "NOTE"
     assert LINE in note.fix
-
-
-@pytest.mark.slow
-def test_auto_doctor_attribution_and_report_give_the_same() -> None:
-    chosen = select(Setup("different", "async", "dense", "single", 4, "fsdp"))
-    assert (*(f"correction={name}" for name in chosen.options), *(f"{k}={v}" for k, v in chosen.values.items())) == (
-        tuple(LINE.split())
-    )
-    recording = Recording(STALE)
-    (stale,) = (cause for cause in attribute(recording).causes if cause.name == "stale weights")
-    assert stale.fix.endswith(LINE)
-    assert tuple(LINE.split()) in COMPARED
-    studies = run_studies(recording, CorrectionSpec(), stale=True)
-    assert not isinstance(studies.calibrated, str)
-    assert {proposal.part.key for proposal in studies.calibrated.proposals} == {"masks.opsm"}
-    answers = build_answers(build_timeline(recording), CorrectionSpec(), {}, studies)
-    (bound,) = (answer for answer in answers if answer.question.startswith("Which bound"))
-    assert (bound.answer, "keeps 29.2% of rows with A < 0" in bound.because) == ("delta=0.1", True)
-    assert not isinstance(studies.study, str)
-    assert {LINE, "correction=decoupled_ppo"} <= {outcome.candidate.label for outcome in studies.study.outcomes}
 
 
 # Bounds for equal weights meet stale rows ---------------------------------------------------------------------

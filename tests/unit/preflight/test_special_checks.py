@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,13 @@ from recipe.offpolicy.preflight.checks.verl_correction import find_meant
 from recipe.offpolicy.preflight.composed import ASYNC_MODES, Composed
 from recipe.offpolicy.preflight.examination import run_checks
 from recipe.offpolicy.preflight.own_keys import list_verls_names
-from tests.support.applications import NEEDED, application, changed, composed
+from tests.support.applications import changed, composed
 from verl_patches.execution_path import LivePath
 from verl_patches.releases import V1_MODES
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 MU, BUCKET = f"{ROLLOUT}.calculate_log_probs", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
-
-
-@pytest.fixture(scope="module")
-def base() -> Iterator[DictConfig]:
-    """verl's own defaults with ``correction=[tis_token,gsm]``: all checks pass."""
-    with application("correction=[tis_token,gsm]", *NEEDED) as config:
-        yield config
 
 
 def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:
@@ -53,7 +45,6 @@ def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:
     [
         {},
         {"trainer.v1.trainer_mode": "colocate_async"},
-        {"trainer.use_v1": False},
         {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
     ],
 )
@@ -77,7 +68,6 @@ def test_all_problems_are_reported_at_once(base: DictConfig) -> None:
         ({"trainer": {}}, True),  # verl's SFT
         ({"actor_rollout_ref": {"rollout": {}}}, True),  # verl's generation
         ({"actor_rollout_ref": {"actor": None}}, False),  # a null section
-        ({"actor_rollout_ref": None}, False),
         ({"actor_rollout_ref": {"actor": {}}}, False),
     ],
 )
@@ -111,7 +101,6 @@ def test_values_that_mean_unset_are_verls_own() -> None:
     [
         ("cpu", "0.9.1", "fp32", 107, 109),  # 49 152 x 576 elements of 4 bytes are 108 MiB
         ("cpu", "0.9.1", "fp32", 108, None),
-        ("cpu", "0.9.1", "bf16", 53, 55),
         ("cuda", "0.9.1", "fp32", 16, None),  # it goes by a handle of its own
         ("cuda", "0.7.1", "fp32", 16, 109),
     ],

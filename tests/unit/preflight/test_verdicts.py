@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,7 +19,6 @@ from recipe.offpolicy.preflight.examination import (
     run_keys,
     staleness,
 )
-from tests.support.applications import NEEDED, application
 from tests.support.examples import each_nth_by_default
 from tests.support.short_keys import UNCHANGED, in_full, read_table
 from verl_patches.execution_path import live_path
@@ -80,12 +78,6 @@ CASES = {(find_check(head.split()[0]), head.split()[1]): cases for head, cases i
 """(check, release of verl) -> overrides, and the problems found: verdict, key and fix without the own key."""
 LEFT = {"trainer.use_legacy_worker_impl=on"}
 """Of whose fix the installed release takes another one."""
-
-
-@pytest.fixture(scope="module")
-def base() -> Iterator[DictConfig]:
-    with application("correction=[tis_token,gsm]", *NEEDED) as config:
-        yield config
 
 
 def with_values(config: DictConfig, overrides: list[str]) -> DictConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from recipe.offpolicy.recording import Rows
 from recipe.offpolicy.recording.writer import Seen, pack, unpack
 from tests.support.examples import at_most
-from tests.support.recordings import drawn_rows, same
+from tests.support.recordings import drawn_rows
 
 MASK = torch.tensor(
     [
@@ -46,11 +45,6 @@ def seen(mask: Tensor = MASK, **changes: Any) -> Seen:
 
 def recorded(what: Seen, chosen: Tensor | None = None) -> Rows:
     return unpack(pack(what, chosen), step=7, rank=2, mini_batch=1)
-
-
-def test_turns_are_runs_of_the_mask() -> None:
-    rows = recorded(seen())
-    assert rows.turn.tolist() == [0, 0, -1, -1, 1, *[0] * 6, -1, 0, -1, 1, 1]
 
 
 def test_versions_by_token_and_by_row() -> None:
@@ -93,12 +87,6 @@ def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
         assert of_prompt.tolist() == list(range(start, start + lengths[row]))
 
 
-def test_staleness_counts_from_the_weights_that_the_step_began_with() -> None:
-    """Step 5 begins with the weights of version 4: rows of versions 4, 2 and 5 are 0, 2 and 0 old; -1 is unknown."""
-    rows = drawn_rows([1, 1, 1, 1], step=5, oldest_version=np.array([4, 2, 5, -1]))
-    assert rows.staleness.tolist() == [0, 2, 0, -1]
-
-
 def test_staleness_by_token_falls_back_on_the_row() -> None:
     """In step 5 rows of 3, 1 and 1 tokens: two versions and an unknown token; unknown but for the row; unknown."""
     rows = drawn_rows(
@@ -109,13 +97,3 @@ def test_staleness_by_token_falls_back_on_the_row() -> None:
         version=np.array([2, 4, -1, -1, -1], dtype=np.int32),
     )
     assert rows.token_staleness.tolist() == [2, 0, 3, 2, -1]
-
-
-def test_rows_between_two_are_those_taken_without_a_copy() -> None:
-    rows = drawn_rows([2, 0, 3, 1])
-    rows = replace(rows, extensions={"offpolicy_x": np.arange(6, dtype=np.float32)})
-    middle = rows.between(1, 3)
-    assert same(middle, rows.take([1, 2]))
-    assert middle.extensions["offpolicy_x"].tolist() == [2, 3, 4]
-    assert np.shares_memory(middle.log_prob, rows.log_prob)
-    assert same(rows.between(0, 4), rows)

@@ -10,13 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from recipe.offpolicy.recording import Recording, RecordingError, Rows
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import OverLimit, compute_digest, count_rows, read, to_table, write
-from recipe.offpolicy.recording.schema import DIGEST_KEY, PROMPT_COLUMN, SCHEMA, TOKEN_COLUMNS, VERSION_KEY, has_column
-from recipe.offpolicy.recording.writer import Seen, pack, unpack
+from recipe.offpolicy.recording.schema import DIGEST_KEY, SCHEMA, VERSION_KEY, has_column
 from tests.support.recordings import drawn_rows, same
 
 SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
@@ -48,17 +46,6 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     step = read(written(tmp_path, rows, reasons=reasons))
     assert same(step.rows, rows)
     assert (step.spec, step.reasons) == (SPEC, reasons)
-
-
-@pytest.mark.parametrize("rows_a_group", [1, 3])
-def test_columns_by_token_may_be_written_to(tmp_path: Path, rows_a_group: int) -> None:
-    rows, path = drawn_rows([3, 1, 7]), tmp_path / "step_00000001.rank_00000.parquet"
-    pq.write_table(to_table(rows, SPEC, REASONS), path, row_group_size=rows_a_group)
-    found = read(path).rows
-    assert same(found, rows)
-    for name in (*TOKEN_COLUMNS, PROMPT_COLUMN):
-        getattr(found, name)[:] = 0
-    assert same(read(path).rows, rows)  # the file is another matter
 
 
 def test_files_of_version_1_are_read(tmp_path: Path) -> None:
@@ -109,28 +96,3 @@ def test_the_checksum_of_each_version_stays_what_it_was(version: bytes, expected
     floats = {name: np.array([-1, -2, -3], dtype=np.float32) for name in ("rollout_log_prob", "old_log_prob")}
     rows = drawn_rows([2, 1], **floats, log_prob=floats["old_log_prob"], advantages=floats["old_log_prob"])
     assert compute_digest(rows, {VERSION_KEY: version}) == expected
-
-
-def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> None:
-    rows, path = drawn_rows([2, 1]), tmp_path / "step_00000001.rank_00000.parquet"
-    table = to_table(rows, SPEC, REASONS)
-    metadata = table.schema.metadata | {VERSION_KEY: b"2"}
-    digest = compute_digest(rows, metadata)
-    pq.write_table(table.replace_schema_metadata(metadata | {DIGEST_KEY: digest}), path)
-    assert same(read(path).rows, rows)
-    pq.write_table(table.replace_schema_metadata(metadata), path)  # with the digest of version 3
-    with pytest.raises(RecordingError, match="the content does not match its recorded digest"):
-        read(path)
-
-
-COLUMN = "offpolicy_teacher"
-
-
-def test_a_column_is_packed_on_its_device_with_the_rows_that_are_chosen() -> None:
-    """Three rows of at most two tokens; the second is not chosen, the third has one token."""
-    floats = torch.zeros(3, 2)
-    mask = torch.tensor([[1, 1], [1, 1], [1, 0]]).bool()
-    column = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    seen = Seen(floats.long(), mask, *(5 * [floats]), mask, {}, extensions={COLUMN: column})
-    rows = unpack(pack(seen, torch.tensor([True, False, True])), step=1, rank=0, mini_batch=0)
-    assert rows.extensions[COLUMN].tolist() == [1.0, 2.0, 5.0]

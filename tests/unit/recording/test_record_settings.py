@@ -99,15 +99,3 @@ def test_a_run_cut_short_before_its_first_checkpoint_may_begin_again(tmp_path: P
     for folder in (tmp_path, tmp_path / "link", tmp_path / "nowhere" / ".."):
         assert list(find_problems(begun(tmp_path, checkpoints=str(folder / "checkpoints")))) == []
     assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec"), resume="disable"))) != []
-
-
-def test_every_so_many_steps_from_the_first() -> None:
-    assert [step for step in range(1, 9) if RecordSettings.at("/r", every=3).records(step)] == [1, 4, 7]
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    """Where not even root can."""
-    (problem,) = find_problems(config(tmp_path, dir="/proc/self/rec"))
-    assert problem.reason == "/proc/self is not writable."
-    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "new" / "rec")))) == []
-    assert list(tmp_path.iterdir()) == []

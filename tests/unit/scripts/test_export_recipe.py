@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import subprocess
 import sys
@@ -121,15 +120,6 @@ def test_factors_equal_those_of_the_package_bitwise(name: str, noise: float, exp
 def test_a_bad_correction_is_refused(section: dict[str, Any], message: str, exported: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load("correction").Correction.from_config({"weight": None, "masks": {}} | section)
-
-
-@pytest.mark.slow
-def test_its_smoke_test_proves_the_correction_live(exported: Path) -> None:
-    command = [sys.executable, "-m", f"{export_recipe.NAME}.smoke_test"]
-    env = os.environ | {"PYTHONPATH": str(exported), "VERL_USE_EXTERNAL_MODULES": ""}
-    done = subprocess.run(command, cwd=exported, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "LIVE: weight, masks.gsm and masks.opsm" in done.stdout
 
 
 @pytest.mark.parametrize("part", ["weight", "gsm", "opsm"])

@@ -67,13 +67,6 @@ def test_the_users_fields_stay(tmp_path: Path) -> None:
         ("", "/no/such/folder", {}, {}, ["WORKING_DIR=/no/such/folder: no such folder", "or none"]),
         ('{"env_vars": {"A": "1"}}', "none", {"A": "2"}, {}, ["A=2", "says 1"]),
         ("", "none", {"VERL_PLATFORM": "cuda"}, {"VERL_PLATFORM": "cpu"}, ["VERL_PLATFORM=cuda", "says cpu"]),
-        (
-            '{"env_vars": {"VERL_PLATFORM": "cuda"}}',
-            "none",
-            {},
-            {"VERL_PLATFORM": "cpu"},
-            ["RUNTIME_ENV", "VERL_PLATFORM=cuda", "VERL_PLATFORM=cpu"],
-        ),
     ],
 )
 def test_what_cannot_be_meant(
@@ -133,9 +126,3 @@ def launcher(*words: str, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
     )
-
-
-def test_a_command_line_that_is_wrong_needs_no_ray() -> None:
-    done = launcher("--no-wait")
-    assert done.returncode == launch_ray.USAGE
-    assert done.stderr.startswith("launch: no command. Fix:")

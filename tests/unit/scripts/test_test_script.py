@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
-
-HANGS = 300.0
-"""Seconds after which a transfer counts as hanging."""
 
 # Stand-ins: the installer makes environments whose programs note how they were called.
 INSTALL = """#!/usr/bin/env bash
@@ -147,57 +139,3 @@ def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> Non
     assert status == 1
     assert called[-4:] == calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT), "the others still run"
     assert len([line for line in lines if "FAILED (exit 1)" in line]) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "message"),
-    [
-        (["--release", "0.7.2"], {}, "Fix: one of 0.7.1 0.9.1 0.10.0, all."),
-        (["--release"], {}, "Fix: one of 0.7.1 0.9.1 0.10.0, all."),
-        (["--release", "all"], {"VENV": "."}, "Fix: leave one of them out."),
-        ([], {"VENV": "nowhere"}, "Fix: name a virtual environment"),
-    ],
-)
-def test_what_cannot_be_run_is_said_at_once(
-    arguments: list[str], variables: dict[str, str], message: str, tree: Path
-) -> None:
-    status, called, lines = run(tree, *arguments, **variables)
-    assert status == 2
-    assert not called
-    assert message in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "hanging"), [("HANG_IN", ".venv-0.7.1", 2), ("HANG_INSTALL", "0.7.1", 1)]
-)
-def test_an_interrupt_ends_what_runs_beside(variable: str, value: str, hanging: int, tree: Path) -> None:
-    notes = tree / "notes"
-    kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
-    started = subprocess.Popen(
-        ["bash", "scripts/test.sh"],
-        cwd=tree,
-        env={**kept, "NOTES": str(notes), variable: value},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-    def of_this_run() -> list[str]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("NOTES") == str(notes) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()))
-        return found
-
-    def wait_for(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + HANGS
-        while not condition():
-            assert time.monotonic() < deadline, of_this_run()
-            time.sleep(0.05)
-
-    wait_for(lambda: sum(command == "sleep 600" for command in of_this_run()) == hanging)
-    # As a terminal does it: to the group of the script, of which what runs next to is none.
-    os.killpg(started.pid, signal.SIGINT)
-    assert started.wait(HANGS) == 130
-    wait_for(lambda: not of_this_run())

@@ -24,9 +24,7 @@ SNAPSHOTS = {"offpolicy.late_weights.snapshots": 2}
     [
         ({}, []),
         ({"offpolicy.delivery.sums": 1}, ["WeightDelivery"]),
-        (MEGATRON | R3, []),
         (MEGATRON | WATCHED, ["MegatronReplay"]),
-        (WATCHED, []),
         (SUPPORT | R3 | SNAPSHOTS | ETA, ["SupportReplay", "RoutingReplay", "WeightSnapshots", "StalenessLimit"]),
     ],
 )

@@ -16,8 +16,6 @@ ROWS = [([5], [6, 7]), ([8, 9], [1])]
     ("rows", "batch", "ranks", "changes", "expected"),
     [
         (32, 128, 1, {}, 64),
-        (32, 512, 2, {}, 128),
-        (32, 48, 1, {}, 48),
         (33, 128, 4, {"rollout.log_prob_use_dynamic_bsz": True}, 36),
         (32, 128, 1, {"actor.strategy": "megatron"}, 128),
     ],

@@ -32,9 +32,7 @@ VERLS = (
 )
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "weight and masks": {"weight": TIS, "masks": {"gsm": GSM, "opsm": opsm(0.1)}},
-    "normalised": {"weight": TIS | {"normalize": True}},
     "kept tokens": {"masks": {"gsm": GSM}, "denominator": "kept"},
-    "by version": {"weight": TIS | {"level": "version"}},
     "no forward pass": {"weight": TIS, "proximal": "reuse"},
 }
 

@@ -139,33 +139,6 @@ def test_decisions_are_those_of_the_stages(config: dict[str, Any]) -> None:
 
 # Where verl's figure is not right ------------------------------------------------------------------------------------
 
-HALF = [[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]]
-
-
-def test_rows_without_a_token_do_not_dilute() -> None:
-    """Rows of ratio e^0.1 and e^0.2 and a row without a token."""
-    old, mask = torch.tensor(HALF), torch.tensor([[1, 1], [1, 1], [0, 0]])
-    mu = old - torch.tensor([[0.1], [0.2], [0.0]])
-    config: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 5.0}
-    got, theirs = (f(old, mu, mask, **config) for f in (verl_rollout_correction, verl_helper))
-    low, high = math.exp(0.1), math.exp(0.2)
-    expected = {
-        "training_ppl": (math.e, (2 * math.e + 1) / 3),
-        "training_log_ppl": (1.0, 2 / 3),
-        "rollout_log_ppl": (1.15, 2.3 / 3),
-        "log_ppl_diff": (-0.15, -0.1),
-        "log_ppl_diff_max": (-0.1, 0.0),
-        "ppl_ratio": ((1 / low + 1 / high) / 2, (1 / low + 1 / high + 1) / 3),
-        "chi2_seq": ((low**4 + high**4) / 2 - 1, (low**4 + high**4 + 1) / 3 - 1),
-        "rollout_is_seq_mean": ((low + high) / 2, (low + high) / 3),
-        "rollout_is_seq_min": (low, 0.0),
-        "rollout_is_seq_max_deviation": (high - 1, 1.0),
-        "rollout_is_seq_fraction_low": (0.0, 1 / 3),
-    }
-    for name, (right, wrong) in expected.items():
-        assert metric(got, name) == pytest.approx(right, rel=1e-5), name
-        assert metric(theirs, name) == pytest.approx(wrong, rel=1e-5), name
-
 
 @pytest.mark.parametrize("scale", [1e-3, 1e-6])
 def test_small_drifts_keep_their_digits(scale: float) -> None:
@@ -217,25 +190,6 @@ def test_log_ratios_are_summed_before_they_are_clamped() -> None:
     assert verl_helper(old, mu, mask, **config)[1].tolist() == [[1.0, 1.0]]
 
 
-def test_large_drifts_stay_finite() -> None:
-    """A token of log-ratio 99 makes verl's k3 infinite; clamped to 20 nats at the exp it is e^20 - 1 - 99."""
-    old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-100.0, -1.0]])
-    mask = torch.ones(1, 2)
-    got = verl_rollout_correction(old, mu, mask)
-    assert metric(got, "k3_kl") == pytest.approx((math.expm1(20) - 99) / 2)
-    assert metric(verl_helper(old, mu, mask), "k3_kl") == math.inf
-
-
-def test_least_sequence_weight_is_the_one_applied() -> None:
-    """exp(-57) is clamped to e^-20 in the weight."""
-    mu, mask = torch.full((1, 3), -1.0), torch.ones(1, 3)
-    got = verl_rollout_correction(mu - 19, mu, mask, rollout_is="sequence")
-    weights = weights_of(got)
-    assert weights is not None
-    assert metric(got, "rollout_is_min") == pytest.approx(float(weights[0, 0])) == pytest.approx(math.exp(-20))
-    assert metric(verl_helper(mu - 19, mu, mask, rollout_is="sequence"), "rollout_is_min") < 1e-24
-
-
 # The rest of the interface -------------------------------------------------------------------------------------------
 
 
@@ -244,14 +198,12 @@ def test_weights_are_normalised_over_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     old, mu = torch.tensor([[0.0, math.log(2.0)]]) - 3, torch.full((1, 2), -3.0)
     config: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 9.0, "rollout_is_batch_normalize": True}
     alone = weights_of(verl_rollout_correction(old, mu, torch.ones(1, 2), **config))
-    assert alone is not None
     assert alone[0].tolist() == pytest.approx([1 / 1.5, 2 / 1.5])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda parts: parts.add_(torch.tensor([5.0, 2.0])))
     answer = verl_rollout_correction(old, mu, torch.ones(1, 2), **config)
     assert metric(answer, "rollout_is_batch_norm_factor") == pytest.approx(2.0)
     weights = weights_of(answer)
-    assert weights is not None
     assert weights[0].tolist() == pytest.approx([0.5, 1.0])
 
 

@@ -23,13 +23,3 @@ print(int(part["a"].sum()), batch["b"], list(part.split(1)[1]["a"][0]) == [4, 5]
 def test_tensordict_works_without_the_compiler() -> None:
     printed = ok(f"{START}{USE}\nprint('torch._dynamo' in sys.modules, 'sympy' in sys.modules)", bare=True)
     assert printed.split("\n")[:-1] == ["14 word True", "False False"]
-
-
-def test_the_compiler_is_there_afterwards() -> None:
-    code = f"{START}{USE}\nimport torch._dynamo\nprint(torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)))"
-    assert ok(code, bare=True).split("\n")[1] == "tensor([2.])"
-
-
-def test_what_the_marks_do_not_have_is_asked_of_the_compiler() -> None:
-    code = f"{START}\nfrom verl_patches.lazy_imports import _ask_compiler\nprint(_ask_compiler('optimize').__module__)"
-    assert ok(code, bare=True).strip().startswith("torch._dynamo")

@@ -40,13 +40,6 @@ def install(folder: Path, code: str) -> None:
     [
         (None, (), ("sdpa", False), "attn_implementation=sdpa, use_remove_padding=false: flash-attn is not installed"),
         (
-            "",
-            (),
-            ("flash_attention_2", True),
-            "attn_implementation=flash_attention_2, use_remove_padding=true: "
-            "flash-attn of unknown version is installed",
-        ),
-        (
             BROKEN,
             (),
             ("sdpa", False),

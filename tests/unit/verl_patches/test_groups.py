@@ -8,7 +8,6 @@ import torch
 import verl_patches
 from verl_patches import asked_for, named
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, mini_batch_columns
-from verl_patches.worker_seams import complete
 
 
 def test_groups_by_either_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,15 +25,3 @@ def test_denominators_of_mini_batches_over_two_ranks() -> None:
     # Mini-batches of 3 tokens in 2 rows and of 1 token in 1 row, twice.
     assert columns[MINI_TOKENS].tolist() == [6, 6, 2]
     assert columns[MINI_ROWS].tolist() == [4, 4, 2]
-
-
-def test_whatever_waits_among_metrics_is_completed_once_each() -> None:
-    class Waiting:
-        calls = 0
-
-        def before_sending(self) -> None:
-            self.calls += 1
-
-    one, two = Waiting(), Waiting()
-    complete({"loss": 0.5, "offpolicy": [one, [two]], "other": None})
-    assert (one.calls, two.calls) == (1, 1)

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.hydra_sections import CALLBACK, GROUPS, bring_sections, find_folder
+from verl_patches.hydra_sections import bring_sections
 
 PRIMARY = "a: {b: 1}\noffpolicy: {staleness: {eta: 4}}\n"
 
@@ -36,14 +36,6 @@ def test_an_option_brings_the_sections_and_the_users_own_values_win(composed: An
     assert config.offpolicy.watchdog.step_timeout == 1800
     assert config.a.b == 1
     assert composed("+correction@correction=gsm", "offpolicy.staleness.eta=2").offpolicy.staleness.eta == 2
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_group_brings_the_sections_and_the_check(group: str, composed: Any) -> None:
-    option = sorted(file.stem for file in (find_folder() / group).glob("*.yaml"))[0]
-    config = composed(f"+{group}@{group}={option}", hydra=True)
-    assert config.offpolicy.watchdog.step_timeout == 1800
-    assert OmegaConf.to_container(config.hydra.callbacks) == {"offpolicy": CALLBACK}
 
 
 def test_without_an_option_nothing_changes(composed: Any) -> None:

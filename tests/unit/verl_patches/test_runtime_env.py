@@ -76,7 +76,6 @@ def test_what_the_job_has_is_left_out() -> None:
             {MODULES: "verl_patches.cpu"},
             f"Submit the job with {MODULES}=verl_patches.cpu,verl_patches.legacy",
         ),
-        ({"VERL_PLATFORM": "cuda"}, "Submit the job with VERL_PLATFORM=cpu"),
     ],
 )
 def test_a_job_that_contradicts_stops_unless_ray_lets_the_driver_win(job: dict[str, str], fix: str) -> None:

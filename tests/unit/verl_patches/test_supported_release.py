@@ -27,9 +27,7 @@ def install(release: str | None, monkeypatch: pytest.MonkeyPatch, *, allow: bool
     ("release", "nearest", "may_be_tried"),
     [
         ("0.6.1", "0.7.1", False),
-        ("0.7.0.dev", "0.7.1", False),
         ("0.8.1", "0.8.0", True),
-        ("0.9.2", "0.9.1", True),
         ("0.10.0.dev", "0.9.1", True),
     ],
 )

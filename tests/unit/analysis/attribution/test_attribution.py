@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from recipe.offpolicy import attribute as command
-from recipe.offpolicy.analysis.attribution.attribution import attribute, describe_faults, describe_recorded_faults
-from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
+from recipe.offpolicy.analysis.attribution.attribution import attribute, describe_recorded_faults
 from recipe.offpolicy.analysis.attribution.attribution_page import build_shares_table, format_verdict, is_healthy
-from recipe.offpolicy.analysis.attribution.cause import Cause
 from recipe.offpolicy.analysis.attribution.causes import find_truncation
-from recipe.offpolicy.analysis.attribution.partial_causes import ROUNDED, UNDELIVERED, judge_delivery
+from recipe.offpolicy.analysis.attribution.partial_causes import ROUNDED
 from recipe.offpolicy.analysis.attribution.recorded_tokens import collect_tokens
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.attributed import attribute_rows
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows
-from tests.support.simulated_policies import Size, at_temperature, simulated
 from tests.support.unscored import MADE_OF_MU, recorded_under
 
 LENGTHS = [20] * 64
@@ -69,14 +65,6 @@ def test_the_first_gradient_step_is_attributed_as_if_pi_old_were_recorded(proxim
     assert found.left_out == 0
 
 
-def test_causes_are_looked_for_in_the_whole_gap(tmp_path: Path) -> None:
-    """Of a temperature of 0.7 the slope is 1 / 0.7, not that of a mixture."""
-    recording = recorded_under("loglinear", tmp_path / "run", simulated(at_temperature(0.7), size=Size(steps=1)))
-    causes = {cause.name: cause for cause in attribute(recording).causes}
-    assert causes["temperature"].verdict == "present"
-    assert causes["temperature"].evidence["slope"] == pytest.approx(1 / 0.7, abs=0.03)
-
-
 @pytest.mark.parametrize("proximal", ["bypass", "loglinear"])
 def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_path: Path) -> None:
     """pi_old of their rows is not known: no share is claimed of them, and what is left out is said."""
@@ -116,44 +104,9 @@ def test_calibrate_says_it_above_its_proposals(capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["mend_first"] is None
 
 
-def test_of_weights_whose_age_is_noted_nothing_is_to_be_mended() -> None:
-    """A run that is asynchronous on purpose: its staleness is what a correction is for."""
-    found = attributed(Recording(REAL / "colocate_async-14"))
-    assert [cause.name for cause in found.causes if cause.verdict == "present"] == ["stale weights"]
-    assert found.mend_first == ""
-    assert found.whole.kl.staleness is not None
-
-
-def test_faults_are_named_with_their_fix_and_numerics_are_none() -> None:
-    causes = [
-        Cause("temperature", "present", {}, "", "set it"),
-        Cause("stale weights", "present", {}, "", ""),
-        Cause("numerics", "present", {}, "", "any"),
-        Cause("misalignment", "absent", {}, ""),
-    ]
-    assert describe_faults(causes, stale=False).startswith(f"{FIRST}: temperature (set it); stale weights. A bound")
-    assert describe_faults(causes[2:], stale=False) == ""
-
-
 RECORDINGS = ROOT / "tests" / "data" / "faults" / "held_out"
 EQUAL = {"step": 1, "verdict": "equal", "along": 0.9, "square": 1.0}
 WRONG = {"step": 2, "verdict": "different", "sentence": "12 of 26 tensors differ."}
-
-
-@pytest.mark.parametrize(
-    ("lines", "verdicts"),
-    [
-        ([], []),
-        ([EQUAL, EQUAL], ["absent", "absent"]),
-        ([EQUAL, WRONG], ["present", "absent"]),
-        ([EQUAL | {"along": 0.016}], ["absent", "present"]),
-        ([EQUAL | {"along": 0.0, "square": 0.0}], ["absent", "not testable"]),
-    ],
-)
-def test_verdicts(lines: list[Any], verdicts: list[str]) -> None:
-    causes = judge_delivery(lines)
-    assert [cause.verdict for cause in causes] == verdicts
-    assert [cause.name for cause in causes] == [UNDELIVERED, ROUNDED][: len(verdicts)]
 
 
 def copy_recording(folder: Path, *lines: str, source: str = "colocate_async-14") -> Recording:
@@ -186,14 +139,6 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     recording = copy_recording(tmp_path, "{")
     with pytest.raises(RecordingError, match=r"delivery\.jsonl"):
         list(recording.delivery)
-
-
-def test_where_no_row_is_fresh_age_may_be_why() -> None:
-    old = np.full(64, 1)
-    assert "weights up to 3 steps old" in format_verdict(
-        attribute_rows(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
-    )
-    assert "steps old" not in format_verdict(attribute_rows(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
 
 
 def test_a_missing_mass_is_a_mass() -> None:

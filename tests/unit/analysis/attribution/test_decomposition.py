@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution import decomposition
 from recipe.offpolicy.analysis.attribution.decomposition import (
-    BOUNDS,
     PROFILES,
     Bucket,
     Decomposition,
@@ -21,39 +18,16 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     compute_routing_sums,
     compute_row_sums,
     decompose,
-    draw_poisson,
     drop_shares,
     merge,
-    place_cells,
     resample,
     sum_cells,
 )
-from recipe.offpolicy.analysis.attribution.recorded_tokens import select_valid_tokens
-from recipe.offpolicy.analysis.attribution.worst_examples import (
-    TokenDecoder,
-    WorstRow,
-    WorstToken,
-    build_examples,
-    escape,
-    find_worst,
-    load_decoder,
-)
-from recipe.offpolicy.monitor.mismatch_shares import EDGES, compute_sums_by_row
+from recipe.offpolicy.monitor.mismatch_shares import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, sampled_by
-
-
-def test_each_value_has_its_probability() -> None:
-    """Between successive bounds lie exp(-1) / k! of 2^32 uniform values, and mean and variance are 1."""
-    shares = np.diff([0, *BOUNDS, 2**32]) / 2**32
-    expected = [math.exp(-1) / math.factorial(k) for k in range(len(shares))]
-    assert np.abs(shares - expected).max() < 2**-32
-    values = np.arange(len(shares))
-    mean = (shares * values).sum()
-    assert abs(mean - 1) < 1e-8
-    assert abs((shares * values**2).sum() - mean**2 - 1) < 1e-7
 
 
 def k3(log_ratio: float) -> float:
@@ -168,14 +142,6 @@ def profile(rows: Rows) -> dict[str, list[Bucket]]:
     return build_profiles(merge(sum_cells(rows)[0], *PROFILES))
 
 
-def find(rows: Rows, most: int, reader: TokenDecoder | None = None) -> tuple[list[WorstToken], list[WorstRow]]:
-    """The worst tokens and rows, with shares of the k3 of all tokens."""
-    cells, loss = sum_cells(rows)
-    tokens, worst = find_worst(rows, place_cells(cells, len(rows)), loss, most)
-    whole, reader = float(loss[loss > 0].sum()), reader or TokenDecoder()
-    return build_examples(WorstToken, tokens, whole, reader), build_examples(WorstRow, worst, whole, reader)
-
-
 def test_profiles_worked_by_hand() -> None:
     """The tool's token, with a gap of 5, is in none of them."""
     rows = two_rows()
@@ -194,81 +160,3 @@ def test_profiles_worked_by_hand() -> None:
     assert {bucket.name: bucket.tokens for bucket in found["staleness"]} == {"unknown": 2, "0": 2}
     for buckets in found.values():
         assert sum(bucket.share for bucket in buckets) == pytest.approx(1.0)
-
-
-def test_a_text_is_listed_once_with_its_rows() -> None:
-    """Four rows of one token 7: gaps of 0.4, 0.5 and 0.3 after prompt 1, and of 0.2 after prompt 2."""
-    mu = np.full(4, -1.0, dtype=np.float32)
-    pi = mu + np.array([0.4, 0.5, 0.3, 0.2], dtype=np.float32)
-    rows = drawn_rows(
-        [1, 1, 1, 1],
-        rollout_log_prob=mu,
-        old_log_prob=pi,
-        log_prob=pi,
-        response_ids=np.full(4, 7, dtype=np.int32),
-        prompt_offsets=np.arange(5),
-        prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
-    )
-    first, second = find(rows, 3)[1]
-    assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
-    assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
-    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
-    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("a\nb\tc", "a\\nb\\tc"),
-        ("right\u202eto left\u2028", "right\\u202eto left\\u2028"),
-    ],
-)
-def test_what_would_act_on_a_terminal_is_escaped(text: str, shown: str) -> None:
-    assert escape(text) == shown
-
-
-def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
-    """Special tokens are shown, and bytes that are no text are escaped."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
-    tokenizer.save_pretrained(tmp_path)
-    reader, why = load_decoder({"model": str(tmp_path)})
-    assert why == ""
-    assert reader.decode(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
-    assert reader.decode([]) == ""
-    assert load_decoder({"tokenizer": str(tmp_path), "model": f"{tmp_path}/gone"})[1] == ""
-    # Of another model, or made up.
-    assert reader.decode([-1]) == "-1"
-
-
-@pytest.mark.parametrize("block", [decomposition.BLOCK, 20])
-def test_sums_of_buckets_are_those_of_their_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of a few rows as in one of all."""
-    monkeypatch.setattr(decomposition.iterate_bounds, "__defaults__", (block,))
-    rows = drawn_rows([3, 50, 7, 20], backend=0.3, drift=0.1)
-    tokens = select_valid_tokens(rows)
-    whole = (np.exp(tokens.gap) - 1 - tokens.gap).sum()
-    for name, key in (("turn", tokens.turn), ("probability", np.digitize(tokens.mu, EDGES))):
-        found = profile(rows)[name]
-        assert len(found) == len(np.unique(key))
-        for value, bucket in zip(np.unique(key), found, strict=True):
-            gap, drift = (of[key == value] for of in (tokens.gap, tokens.pi - tokens.old))
-            k3_sum = (np.exp(gap) - 1 - gap).sum()
-            assert bucket.tokens == len(gap)
-            assert [bucket.mean, bucket.std, bucket.drift_std] == pytest.approx([gap.mean(), gap.std(), drift.std()])
-            assert [bucket.k3, bucket.share] == pytest.approx([k3_sum / len(gap), k3_sum / whole])
-
-
-def test_uniform_values_are_compared_with_the_bounds() -> None:
-    class Uniform:
-        def integers(self, low: int, high: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-            assert (low, high, shape, dtype) == (0, 2**32, (2, 3), np.uint32)
-            return np.array([[0, BOUNDS[0] - 1, BOUNDS[0]], [BOUNDS[1] - 1, BOUNDS[1], 2**32 - 1]], dtype=np.uint32)
-
-    assert draw_poisson(Uniform(), (2, 3)).tolist() == [[0.0, 0.0, 1.0], [1.0, 2.0, 12.0]]  # type: ignore[arg-type]

@@ -12,36 +12,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares, format_remarks
 from recipe.offpolicy.analysis.calibration.kept_bounds import compute_kept_share, find_bound_for_kept_share
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts, set_values
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
-from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.recording import RecordingError, Rows, Step
-from tests.support.corrections import on_host
+from recipe.offpolicy.recording import Rows, Step
 from tests.support.examples import at_most
 from tests.support.recordings import NONE, drawn_rows
 
 GEOMETRIC = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any"}
 BAND = GEOMETRIC | {"lower": 0.99, "upper": 1.01}
-K3 = GEOMETRIC | {"aggregate": "k3_mean", "lower": None, "upper": 0.001}
 ANY = GEOMETRIC | {"aggregate": "any", "lower": 0.9, "upper": 1.1}
 M2PO = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.0002, "when": "any"}
 OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.01, "when": "negative"}
-TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 MASKS = {
-    "product": BAND | {"aggregate": "product", "lower": 0.9, "upper": 1.1},
     "of turns": BAND | {"level": "turn"},
     "any of the row": ANY,
     "token": ANY | {"level": "token"},
-    "upper side": BAND | {"lower": None},
-    "k3_max": K3 | {"aggregate": "k3_max"},
     "binary_tv": ANY | {"aggregate": "binary_tv", "level": "token", "lower": -0.02, "upper": 0.02},
     "m2po": M2PO,
     "opsm": OPSM,
-    "opsm of the step": OPSM | {"ratio": "ppo", "delta": 0.002},
     "by token's sign": OPSM | {"sign": "token"},
 }
 
@@ -151,12 +142,6 @@ def test_what_goes_by_age_is_read_as_training_reads_it(name: str) -> None:
     assert of_all(scores, found.reached) == pytest.approx(replayed_share(moved, steps), abs=2 / len(scores))
 
 
-def test_a_cap_for_each_age_has_no_ess_of_its_own() -> None:
-    spec = spec_of(weight=TIS | {"by_staleness": [1.0, 2.0]})
-    with pytest.raises(SpecError, match="weight has a cap for each age"):
-        propose_bounds(steps_of(aged(1)), spec, CalibrationRequest(target_ess=0.9))
-
-
 @settings(max_examples=at_most(60))
 @given(
     seed=st.integers(0, 10**6),
@@ -194,15 +179,6 @@ def test_symmetric_in_log_space_and_rounded_outward() -> None:
     assert found.reached == 0.75
 
 
-def test_equal_policies_identify_no_bound() -> None:
-    rows = drawn(7)
-    rows = replace(rows, old_log_prob=rows.rollout_log_prob)
-    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    found = find_bound_for_kept_share(part, scores, 0.98, 0.95)
-    assert not found.values
-    assert "no mismatch at all" in found.note
-
-
 def test_the_target_is_of_what_the_mask_looks_at() -> None:
     """Of 100 rows the mask looks at the 10 of negative advantage: 0.8 of these is 8, so that 98 of 100 are kept."""
     sign = np.where(np.arange(100) % 10 == 0, -1.0, 1.0)
@@ -220,35 +196,6 @@ def test_the_target_is_of_what_the_mask_looks_at() -> None:
     assert "not identified: it applies to none of the rows" in found.note
 
 
-@pytest.mark.filterwarnings("error")
-def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> None:
-    """Of 2, 1 and 3 tokens the second and third have no finite pi: rows of 1 and 3 are left where pi is compared."""
-    old = np.array([-1, -1, -np.inf, -1, -1, -1], np.float32)
-    pi = np.array([-1, np.nan, -np.inf, -1, -1, -1], np.float32)
-    rows = drawn_rows([2, 1, 3], old_log_prob=np.full(6, -1, np.float32), log_prob=pi)
-    for mask, lengths in ((BAND, [2, 1, 3]), (OPSM, [1, 3]), (OPSM | {"ratio": "ppo"}, [1, 3])):
-        _, scores = part_and_scores(spec_of(mask), steps_of(rows))
-        assert sorted(scores.length.tolist()) == sorted(lengths)
-        assert np.isfinite(scores.low).all()
-    _, state = compute_scores(steps_of(rows), spec_of(BAND), list_parts(spec_of(BAND)))
-    assert state.nonfinite.tolist() == [1, 1, 0]
-    # A token without pi_old is not lost for its pi.
-    _, state = compute_scores(steps_of(replace(rows, old_log_prob=old)), spec_of(BAND), list_parts(spec_of(BAND)))
-    assert state.nonfinite.tolist() == [1, 0, 0]
-    many = drawn(3)
-    many.log_prob[::7] = np.inf
-    result = propose_bounds(steps_of(many), spec_of(OPSM), CalibrationRequest(target_kept=0.9, floor_quantile=0.5))
-    lost = int((many.response_mask & np.isinf(many.log_prob)).sum())
-    assert format_remarks(result)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
-
-
-@pytest.mark.filterwarnings("error")
-def test_no_finite_pi_at_all() -> None:
-    rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
-    with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
-        propose_bounds(steps_of(rows), spec_of(OPSM), CalibrationRequest(target_kept=0.9))
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -263,22 +210,3 @@ def test_no_finite_pi_at_all() -> None:
 def test_targets_that_cannot_be_meant(request_: CalibrationRequest, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         propose_bounds(steps_of(drawn()), spec_of(BAND), request_)
-
-
-def test_whole_corrections_are_replayed_by_the_stages() -> None:
-    """Shares and ESS of everything together are those that training logs of the same rows."""
-    spec = CorrectionSpec.from_mapping({"weight": TIS | {"upper": 1.02}, "masks": {"gsm": BAND, "opsm": OPSM}})
-    steps = steps_of(drawn(12), drawn(13, step=2))
-    logged = []
-    for step in steps:
-        tensors = step.rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
-        rollout = {name: tensors[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")}
-        stage = rollout_stage(spec, **rollout)
-        after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
-        logged.append(on_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
-    merged = merge_all(logged)
-    (whole,) = compute_joint_shares(steps, [spec])
-    assert 0 < whole.rows < 1
-    assert whole.tokens == pytest.approx(merged["token"].value())
-    assert whole.rows == pytest.approx(merged["sequence"].value())
-    assert whole.ess <= whole.tokens

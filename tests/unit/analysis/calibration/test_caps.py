@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.kept_bounds import compute_ess, find_cap_for_ess, resample_ess
+from recipe.offpolicy.analysis.calibration.kept_bounds import compute_ess, find_cap_for_ess
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts, set_values
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
@@ -77,11 +77,9 @@ def test_not_needed_and_not_reachable() -> None:
 
 
 WEIGHTS = {
-    "lower bound": TIS | {"lower": 0.5, "upper": None},
     "clip": TIS | {"kind": "clip", "lower": 0.5},
     "reject": TIS | {"kind": "reject", "lower": 0.5},
     "turn": TIS | {"level": "turn"},
-    "geometric": TIS | {"level": "sequence", "aggregate": "geometric"},
 }
 
 
@@ -99,18 +97,6 @@ def test_replaying_the_cap_gives_the_target(name: str) -> None:
     assert found.reached == pytest.approx(ess, rel=1e-6)
     assert found.interval[0] < found.radius < found.interval[1]
     assert target - 1e-6 <= ess <= target + 0.02 * (1 - target) + (0.002 if name == "reject" else 0)
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_curve_agrees_with_the_weights_themselves(name: str) -> None:
-    """The histogram by group against a sum over tokens, at every radius of the curve."""
-    _, part = part_of(WEIGHTS[name])
-    rng = np.random.default_rng(5)
-    scores = units(0.5 * rng.standard_normal(300), group=rng.integers(0, 20, 300), tokens=rng.integers(1, 9, 300))
-    radii, ess, resampled = resample_ess(part, scores, draws=10)
-    direct = [compute_ess(part, scores, part.compute_limits_at(radius)) for radius in radii]
-    assert ess == pytest.approx(direct, rel=1e-9)
-    assert resampled.shape == (10, len(radii))
 
 
 def test_the_cap_of_one_sign_is_that_of_the_rows_it_weighs() -> None:

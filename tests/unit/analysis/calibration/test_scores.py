@@ -16,7 +16,7 @@ from recipe.offpolicy.analysis.calibration.scores import (
     number_prompts,
 )
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import RecordingError, Step
+from recipe.offpolicy.recording import Step
 from tests.support.corrections import GSM, band, spec
 from tests.support.recordings import NONE, drawn_rows
 
@@ -65,23 +65,3 @@ def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:
         assert np.flatnonzero(kept)[found.row].tolist() == expected.row.tolist()
         groups = (number_prompts(each.group.astype(np.uint64)).tolist() for each in (found, expected))
         assert next(groups) == next(groups)
-
-
-def test_a_sample_without_a_prompt_is_refused() -> None:
-    with pytest.raises(RecordingError, match="in the sampled prompts, which are only a few"):
-        compute_scores(steps_of(1), SPEC, list_parts(SPEC), sample=PromptSample(tokens=0.5, rows=1e-9))
-
-
-def test_a_mask_after_a_tools_output_looks_at_those_tokens() -> None:
-    """One row of two turns, by a tool's token between them: the second turn's two tokens."""
-    mu = np.full(4, -2.0, dtype=np.float32)
-    rho = np.array([0.5, 0.0, 0.1, 0.3], dtype=np.float32)
-    mask, turn = np.array([True, False, True, True]), np.array([0, 0, 1, 1], dtype=np.int16)
-    rows = drawn_rows([4], rollout_log_prob=mu, old_log_prob=mu + rho, response_mask=mask, turn=turn)
-    correction = spec(None, tool=band(0.9, 1.2, aggregate="product", level="token", when="post_tool"))
-    (part,) = list_parts(correction)
-    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
-    assert (part.share_of, part.looks_at) == ("tokens", "tokens after a tool's result")
-    found = scores["masks.tool"]
-    looked = {round(float(high), 3): bool(at) for high, at in zip(found.high, found.looked, strict=True)}
-    assert looked == {0.5: False, 0.1: True, 0.3: True}

@@ -13,18 +13,14 @@ import pytest
 from recipe.offpolicy.analysis import page as page_module
 from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.worst_examples import TokenDecoder
-from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
 from recipe.offpolicy.analysis.page import PANEL
 from recipe.offpolicy.analysis.report import report_page as module
 from recipe.offpolicy.analysis.report.report_page import follow
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
-    COPIED,
     Answer,
     Studies,
-    answer_liveness,
     build_answers,
-    describe_trend,
     run_studies,
 )
 from recipe.offpolicy.calibrate import main as calibrate
@@ -36,7 +32,7 @@ from recipe.offpolicy.report import main
 from tests.support.corrections import GSM
 from tests.support.recordings import drawn_rows, record
 from tests.support.report_page import Tags, made, report
-from tests.support.unscored import EVERY, MADE_OF_MU, recorded_under
+from tests.support.unscored import EVERY
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 MASKS = {"masks": {"gsm": GSM}}
@@ -178,21 +174,6 @@ def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answe
     assert because in line.because
 
 
-@pytest.mark.parametrize(
-    ("proximal", "last", "copied"), [("recompute", 0.0, True), ("bypass", 0.0, True), ("bypass", 1e-6, False)]
-)
-def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last: float, copied: bool) -> None:
-    """Suspicious, unless pi_old was taken from mu on purpose: then pi shows whether mu is the engine's own."""
-    mu = np.full(40, -1.0, dtype=np.float32)
-    pi = mu + np.append(np.zeros(39), last).astype(np.float32)
-    spec = CorrectionSpec.from_mapping({"proximal": proximal})
-    old = mu if proximal == "bypass" else pi
-    rows = drawn_rows([5] * 8, rollout_log_prob=mu, old_log_prob=old, log_prob=pi)
-    recording = Recording(record(tmp_path / "run", rows, spec=spec.to_mapping()))
-    found = build_answers(build_timeline(recording), spec, {}, Studies(frozenset(), "", "", ""))
-    assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
-
-
 def test_what_acted_may_change(tmp_path: Path) -> None:
     """Calibrated online, or fallen back: the steps before which it changed."""
     moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.02}}})
@@ -202,14 +183,6 @@ def test_what_acted_may_change(tmp_path: Path) -> None:
     timeline = build_timeline(Recording(directory))
     assert timeline.changed == (3,)
     assert timeline.correction == moved.to_mapping()
-
-
-def test_answers_about_life() -> None:
-    proved = {"sentence": "masks.gsm LIVE", "step": 1, "live": {"proved": 1.0}}
-    assert answer_liveness(SPEC, proved).answer == "yes"
-    assert answer_liveness(SPEC, proved | {"live": {"proved": 0.0}}).answer == "not proved"
-    assert answer_liveness(SPEC, {}).answer == "not shown"
-    assert answer_liveness(CorrectionSpec(), {}).answer == "no correction is on"
 
 
 @pytest.mark.parametrize(
@@ -222,38 +195,6 @@ def test_bad_input_is_a_sentence(
     assert main([str(directory), "--out", str(tmp_path / "no.html"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "no.html").exists()
-
-
-@pytest.mark.parametrize(("recorded", "new"), [({}, {"weight", "masks.gsm"}), (MASKS, {"weight"})])
-def test_what_was_not_on_is_calibrated_by_default(tmp_path: Path, recorded: dict[str, Any], new: set[str]) -> None:
-    recording = Recording(made(tmp_path, steps=1))
-    found = run_studies(recording, CorrectionSpec.from_mapping(recorded))
-    assert isinstance(found.calibrated, CalibrationResult)
-    assert {proposal.part.key for proposal in found.calibrated.proposals} == {"weight", "masks.gsm"}
-    assert found.new == new
-
-
-def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
-    """With pi_old := mu a weight on pi_old / mu is 1: the reason stands instead of the curves."""
-    bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
-    recording = Recording(record(tmp_path / "run", drawn_rows([9] * 8), spec=bypass.to_mapping()))
-    found = run_studies(recording, bypass)
-    assert isinstance(found.calibrated, str)
-    assert "bypass" in found.calibrated
-    assert not isinstance(found.study, str)
-    assert "correction=tis_token" in found.study.failures
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([1e-4] * 9, "steady"),
-        ([1e-4] * 3 + [2e-4] * 3 + [9e-4] * 3, "grew from 0.0001 to 0.0009"),
-        ([1e-4, 1.0, 1e-4] * 3, "varies between 0.0001 and 1"),
-    ],
-)
-def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
-    assert said in describe_trend(np.array(values), "nats")
 
 
 def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,20 +248,9 @@ def test_it_is_written_when_rows_are_added(tmp_path: Path, monkeypatch: pytest.M
     assert "Where the mismatch comes from" not in page
 
 
-LENGTHS = [20] * 64
-
-
 def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
     """On whether the engines agree, and on where the mismatch comes from."""
     spec = CorrectionSpec.from_mapping(EVERY[proximal])
     found = build_answers(build_timeline(recording), spec, {}, run_studies(recording, spec))
     by_question = {answer.question: answer for answer in found}
     return by_question["Do the engines agree?"], by_question["Where does the mismatch come from?"]
-
-
-@pytest.mark.parametrize("proximal", [*MADE_OF_MU, "reuse"])
-def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path: Path) -> None:
-    """Noise of 0.1 nats is a KL of 0.1^2 / 2 nats per token, whatever the correction takes for pi_old."""
-    engines, origin = said(recorded_under(proximal, tmp_path / "run", drawn_rows(LENGTHS, backend=0.1)), proximal)
-    assert engines.answer == "KL(mu, pi_old) 0.0051 nats per token"
-    assert "Backend 100%, staleness 0%, drift 0% of KL(mu, pi)." in origin.because

@@ -17,7 +17,7 @@ RECORDED = spec(TIS, gsm=GSM).to_mapping()
 UPPER = "correction.masks.gsm.upper"
 
 
-@pytest.mark.parametrize("option", ["none", "gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"])
+@pytest.mark.parametrize("option", ["gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"])
 def test_an_option_is_what_its_file_says(option: str) -> None:
     """No part, a mask, one with an open value, a weight, and both next to another pi_old: others are composed alike."""
     (candidate,) = build_candidates([[f"correction={option}", *DELTAS.get(option, [])]], [], RECORDED)
@@ -47,7 +47,6 @@ def test_what_was_recorded_changed_at_one_key() -> None:
 def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
     bad, good = build_candidates([["correction=gsm"]], [f"{UPPER}=0.5,1.5"], RECORDED)
     assert bad.spec is None
-    assert bad.error is not None
     assert "correction.masks.gsm.lower=0.99 with correction.masks.gsm.upper=0.5: nothing lies between" in bad.error
     assert good.error is None
 
@@ -59,10 +58,8 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=opsm"]], [], "delta=???: required and not set"),
         ([["correction=gsm"]], ["correction.masks.gsm.uper=1,2"], f"Nearest: '{UPPER}'"),
         ([["recorded"]], ["correction=gsm,icepop"], "--grid correction: no --spec has this key"),
-        ([["correction=gsm"]], [UPPER], "not a Hydra override"),
         ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
-        ([["correction=gsmm"]], [], "correction=gsmm: there is no such option. Nearest: 'gsm'."),
         ([["correction=auto"]], [], "depends on a run's configuration"),
         ([["recorded", f"{UPPER}=2"]], [], "recorded takes no overrides. Use --grid"),
     ],

@@ -96,9 +96,7 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
 @pytest.mark.parametrize(
     ("of", "rows", "reason"),
     [
-        (card(None), ROWS, "does not contain all of loss_agg_mode"),
         (card("token-sum"), ROWS, "loss_agg_mode=token-sum divides by an unknown count"),
-        (card(share=0.5), ROWS, "only a sample of the rows"),
         (card(rows=4), ROWS, "mini-batches do not have the 4 rows"),
         (card(), replace(ROWS, mini_batch=np.full(2, -1, dtype=np.int32)), "mini-batches do not have the 2 rows"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,11 @@ from recipe.offpolicy.analysis.whatif.replay import (
     RecordedLoss,
     check_replayable,
     compute_pi_old,
-    count_kept,
     decide,
     iterate_blocks,
     pad_rows,
 )
-from recipe.offpolicy.analysis.whatif.study import CorrectionOutcome, Study, run_study
+from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, SpecError
 from recipe.offpolicy.correction.correction_parts import PenaltySpec
 from recipe.offpolicy.recording import Recording, Rows
@@ -138,57 +137,14 @@ def test_the_base_loss_brings_its_own_ratio(tmp_path: Path) -> None:
     assert gpg.overall.bias_token == pytest.approx(0, abs=1e-6)
 
 
-def test_a_token_that_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> None:
-    log_prob = np.concatenate([np.asarray(row, dtype=np.float32) for row in OLD])
-    log_prob[1] = np.nan
-    mu = np.concatenate([np.asarray(row, dtype=np.float32) for row in MU])
-    mu[4] = -np.inf
-    result = replayed(tmp_path, by_hand(OLD, MU, advantages=A, log_prob=log_prob, rollout_log_prob=mu), TOKEN_TIS)
-    overall = result.outcomes[1].overall
-    # Response tokens stay 5; mu of one is not finite, so that it is not valid and not kept.
-    close(overall, tokens=5, kept_tokens=4 / 5)
-    # A pi that is not finite is kept by the stages; its gradient weight is left out. f A = 2, -, 1/2 | -4, -.
-    assert overall.lr_scale == pytest.approx(math.sqrt((4 + 0.25 + 16) / (1 + 1 + 4)))
-    assert any(note.startswith("2 response tokens are excluded") for note in result.notes)
-    assert all(math.isfinite(value) for value in asdict(overall).values() if value is not None)
-
-
-def test_turns_and_staleness(tmp_path: Path) -> None:
-    """Tokens of turns 0, 1, 1 | 2, 4; a mask by turn drops the first token alone, r = 4, and row 1's two of r = 2."""
-    turns = np.array([0, 1, 1, 2, 4], dtype=np.int16)
-    versions = np.array([0, -1])
-    rows = by_hand(OLD, MU, advantages=A, turn=turns, oldest_version=versions, newest_version=versions)
-    by_turn = spec(None, turn=band(0.5, 1.7, level="turn"))
-    outcome: CorrectionOutcome = replayed(tmp_path, rows, by_turn).outcomes[1]
-    kept = {name: (share.tokens, share.kept_tokens) for name, share in outcome.turns.items()}
-    assert kept == {"turn/is0": (1, 0.0), "turn/is1": (2, 1.0), "turn/is2": (1, 0.0), "turn/ge3": (1, 0.0)}
-    # Step 1 begins with version 0: row 0 is of staleness 0, that of row 1 is not known.
-    assert outcome.groups["staleness/is0"].tokens == 3
-    assert not {name for name in outcome.groups if name.startswith("staleness/")} - {"staleness/is0"}
-
-
 YES, NO = True, False
 # Two rows of four tokens; the last token of row 1 is not compared.
 COUNTED = torch.tensor([[YES, YES, YES, YES], [YES, YES, YES, NO]])
-ONE = torch.tensor([[NO, NO, YES, YES], [NO, NO, NO, NO]])  # rejects 2 + 3 of 7 tokens, and row 1
-OTHER = torch.tensor([[NO, YES, YES, NO], [NO, NO, NO, YES]])  # rejects 2 + 3, and row 1
 ALL = torch.ones(2, 4, dtype=torch.bool)
 
 
 def agreement_of(*keep: torch.Tensor, weighed: list[torch.Tensor] | None = None) -> Agreement:
     return compute_agreement(compare_pairs(keep, weighed or [one.double() for one in keep], COUNTED))
-
-
-def test_jaccard() -> None:
-    agreement = agreement_of(ONE, OTHER, ALL)
-    # Both reject tokens 0 of row 0 and 0 to 2 of row 1: 4; either: tokens 0, 1, 3 of row 0 and those: 6.
-    assert agreement.jaccard_tokens[0, 1] == pytest.approx(4 / 6)
-    assert agreement.jaccard_rows[0, 1] == 1.0
-    # Against what rejects nothing: nothing in common.
-    assert agreement.jaccard_tokens[0, 2] == 0.0
-    assert math.isnan(agreement.jaccard_tokens[2, 2])
-    for matrix in (agreement.jaccard_tokens, agreement.cosine):
-        np.testing.assert_array_equal(matrix, matrix.T)
 
 
 def test_cosine() -> None:
@@ -199,27 +155,6 @@ def test_cosine() -> None:
     assert agreement.cosine[0, 1] == pytest.approx(math.sqrt(0.5))
     assert agreement.cosine[0, 0] == pytest.approx(1.0)
     assert math.isnan(agreement.cosine[0, 2])
-
-
-def card(**actor: Any) -> dict[str, Any]:
-    return {"config": {"actor_rollout_ref": {"actor": actor}}}
-
-
-VANILLA = {"loss_mode": "vanilla"}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (card(clip_ratio=0.2), RecordedLoss()),
-        (
-            card(policy_loss=VANILLA, clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28, clip_ratio_c=3),
-            RecordedLoss("vanilla", 0.2, 0.28, 3.0),
-        ),
-    ],
-)
-def test_what_a_card_says(given: dict[str, Any], expected: RecordedLoss) -> None:
-    assert RecordedLoss.from_card(given) == expected
 
 
 def test_the_clip_is_that_of_ppo() -> None:
@@ -253,15 +188,6 @@ def test_a_penalty_pulls_by_twice_its_log_ratio(ratio: str, expected: list[float
     torch.testing.assert_close(first, 2 * 0.25 * LOG2 * torch.tensor(expected, dtype=torch.float64))
 
 
-def test_excluded_counts_the_tokens_with_a_finite_mu() -> None:
-    """Row 0 loses the token whose mu is NaN, and none that a mask rejects."""
-    mu = ROWS.rollout_log_prob.copy()
-    mu[1] = math.nan
-    excluded = replace(spec(None, band=band(0.9, 1.1)), nonfinite="excluded")
-    kept = count_kept(excluded, CorrectionSpec(), replace(ROWS, rollout_log_prob=mu), BatchConstants())
-    assert kept.tolist() == [2.0, 2.0]
-
-
 # pi / pi_old: 2 on the first token, else 1.
 PI = np.array([-3.0 + 3 * LOG2, -2.0, -1.0 - LOG2, -2.0 + LOG2, -2.0 + LOG2], dtype=np.float32)
 NONE = spec()
@@ -281,12 +207,6 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     check_replayable(by_version, NONE, sampled_by(rows(), [3, 4]))
     with pytest.raises(SpecError, match="for 2 of 2 rows, the weight version that sampled"):
         check_replayable(by_version, NONE, sampled_by(rows(), [2, -1], [3, -1]))
-
-
-def test_losses_without_a_clip() -> None:
-    log_ratio, advantages = (torch.full((1, 1), value, dtype=torch.float64) for value in (math.log(5), 1.0))
-    assert float(RecordedLoss("gspo").compute_factor(log_ratio, advantages)) == pytest.approx(5.0)
-    assert float(RecordedLoss("gpg").compute_factor(log_ratio, advantages)) == 1.0
 
 
 def whole(of: Rows) -> Block:

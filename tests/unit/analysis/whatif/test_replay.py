@@ -193,11 +193,3 @@ def test_a_sample_has_no_constants_of_the_batch(share: float | None, told: bool,
     assert any("Only a sample of the rows" in note for note in result.notes) == told
     assert any("not compared with its replay" in note for note in result.notes) == told
     assert (result.fidelity.tokens == 0) == told
-
-
-def test_a_run_with_centred_scores_is_replayed_without_its_term_only(tmp_path: Path) -> None:
-    centred = replace(SPECS["tis"], centering=20)
-    result = run(recorded(tmp_path, centred, varied_rows(seed=3)), {"tis": SPECS["tis"], "centred": centred})
-    assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
-    assert "correction.centering=20" in result.failures["centred"]
-    assert result.fidelity.agrees

@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-from scripts.benchmark import simulated_scale
-from scripts.benchmark.simulated_parts import PARTS
 from scripts.benchmark.simulated_scale import fit_exponent
 
 pytest.importorskip("verl")
@@ -19,17 +17,3 @@ def test_exponents_by_hand() -> None:
     # log2 of 1, 1 and 8 over 0, 1, 2: a slope of 1.5.
     assert fit_exponent([(1, 1.0), (2, 1.0), (4, 8.0)]) == pytest.approx(1.5)
     assert math.isnan(fit_exponent([(8, 2.0)]))
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_every_part_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"row": (64, 128), "rank": (2, 4), "token": (2**13, 2**14)}
-    monkeypatch.setattr(simulated_scale, "SIZES", small)
-    simulated_scale.main([])
-    printed = capsys.readouterr().out
-    for name, part in PARTS.items():
-        assert all(
-            f"| {name} | {simulated_scale.format_size(size)} {part.unit}s |" in printed for size in small[part.unit]
-        )
-    assert "driver: " in printed

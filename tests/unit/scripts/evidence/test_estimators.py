@@ -15,11 +15,9 @@ sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 
 import estimator_claims as claims
 import estimators
-from enumeration import Estimator, Policies, build, decide, list_options, measure, policies
+from enumeration import Estimator, Policies, build, list_options, measure, policies
 from estimator_claims import ESTIMATORS, NONE, SEQUENCE_IS, TOKEN_IS, build_estimator
 from estimators import EvidenceSettings
-
-from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 
 SMALL = EvidenceSettings(
     vocabulary=3,
@@ -128,40 +126,15 @@ def test_the_true_gradient_by_finite_differences(world):
     assert float(gradient[index]) == pytest.approx((value(step) - value(-step)) / (2 * step), rel=1e-6)
 
 
-def test_the_limit_of_self_normalisation_is_the_shipped_normalisation():
-    """Where mu is uniform, every sequence once is a batch with all the right frequencies."""
-    world = build(vocabulary=3, length=3, seed=1)
-    setting = policies(world, mismatch=0.0, staleness=0.0)
-    setting = replace(setting, mu=torch.full_like(setting.mu, -math.log(3)))
-    capped = {"level": "sequence", "kind": "truncate", "lower": None, "upper": 1.5, "normalize": True}
-    spec = CorrectionSpec.from_mapping({"weight": capped})
-    shipped = rollout_stage(
-        spec,
-        old_log_prob=setting.old,
-        rollout_log_prob=setting.mu,
-        response_mask=torch.ones_like(setting.mu, dtype=torch.bool),
-    ).weight
-    ours = decide(spec, setting, setting.old, setting.rewards)[1].weight
-    torch.testing.assert_close(ours, shipped, rtol=1e-12, atol=0)
-    assert float(shipped.max()) > 1.6  # 1.5 over a mean below 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregate", "case", "length", "share"),
     [
-        # the mean has deviation 0.03 / sqrt(10) = 0.009487: Phi(0.00995033 / s) - Phi(-0.01005034 / s)
-        ("geometric", 0, 10, 0.7082),
         ("geometric", 0, 100, 0.9991),
         # the sum has deviation 0.03 sqrt(1000) = 0.9487: 2 Phi(0.6931 / s) - 1 = 2 Phi(0.7306) - 1
         ("product", 0, 1000, 0.5350),
-        ("product", 0, 4000, 0.2852),
         # centred at -4000 x 0.00045 = -1.8, deviation 1.8974: Phi(1.3140) - Phi(0.5834)
         ("product", 1, 4000, 0.1854),
-        ("geometric", 2, 4000, 1.0),
-        ("product", 2, 693, 1.0),  # 0.693 < log 2
-        ("product", 2, 694, 0.0),
-        ("geometric", 3, 10, 0.0),
         ("product", 3, 34, 1.0),  # 0.68 < log 2 < 0.70
         ("product", 3, 35, 0.0),
     ],

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.fork.command import DONE, REFUSED
-from tests.support.fork_copy import COPIED, MANIFEST, call, commit, copy, git, git_free, new_files, put, snapshot
-from tests.support.paths import ROOT
+from tests.support.fork_copy import COPIED, MANIFEST, call, commit, copy, git, new_files, put, snapshot
 
 
 def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
@@ -111,37 +108,6 @@ def test_an_undo_leaves_edits_and_what_else_lies_there(
     }
 
 
-def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot(fork)
-    assert copy(fork) == DONE
-    files = set(new_files(fork, before)) - {MANIFEST}
-    configs = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
-    assert {f"recipe/offpolicy/config/{path}" for path in configs} <= files
-    sources = [*(ROOT / "recipe/offpolicy").rglob("*.py"), *(ROOT / "verl_patches").rglob("*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in sources} <= files
-    assert {"recipe/offpolicy/REQUIRED_VERL.txt", "recipe/offpolicy/run_dense_fsdp.sh"} <= files
-
-
-@pytest.mark.slow
-def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:
-    before = snapshot(fork)
-    script = ["bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork)]
-    environment = {**git_free(), "VENV": sys.prefix}
-
-    def run(*options: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [*script, *options]
-        return subprocess.run(command, env=environment | changes, cwd=fork, capture_output=True, text=True, check=False)
-
-    copied = run("--no-smoke")
-    assert (copied.returncode, copied.stderr) == (0, "")
-    assert set(new_files(fork, before)) > {MANIFEST, "recipe/offpolicy/main_offpolicy.py"}
-    assert run("--undo").returncode == 0
-    assert snapshot(fork) == before
-    missing = run(VENV="/nowhere")
-    assert (missing.returncode, "VENV=/nowhere" in missing.stderr) == (2, True)
-    assert run("--undo", "--force").returncode == 2
-
-
 @pytest.fixture
 def submodule(fork: Path, tmp_path: Path) -> Path:
     """The fork as verl is: a git repository whose `recipe` is a populated submodule; its path."""
@@ -149,31 +115,6 @@ def submodule(fork: Path, tmp_path: Path) -> Path:
     git(fork, "submodule", "--quiet", "add", str(commit(recipes)), "recipe")
     commit(fork)
     return fork / "recipe"
-
-
-@pytest.mark.parametrize("populated", [True, False])
-def test_beside_a_submodule(
-    project: Path, fork: Path, submodule: Path, capsys: pytest.CaptureFixture[str], populated: bool
-) -> None:
-    if not populated:
-        git(fork, "submodule", "--quiet", "deinit", "-f", "recipe")
-        assert not list(submodule.iterdir())
-    before = snapshot(fork)
-    assert copy(fork) == DONE
-    printed = capsys.readouterr().out
-    assert f"recipe/ is a git submodule, {'populated' if populated else 'not initialised'}" in printed
-    assert f"export PYTHONPATH={fork}/offpolicy_correction:{fork}\n" in printed
-    added = {f"offpolicy_correction/{path}" for path in COPIED} | {MANIFEST}
-    assert set(new_files(fork, before)) == added
-    assert git(fork, "status", "--porcelain", "-uall") == ""
-    if not populated:
-        git(fork, "submodule", "--quiet", "update", "--init")
-        assert copy(fork) == DONE, "the place stays the same"
-        assert "no file had to be written" in capsys.readouterr().out
-        git(fork, "submodule", "--quiet", "deinit", "-f", "recipe")
-    assert call(fork, "--undo") == DONE
-    assert snapshot(fork) == before
-    assert git(fork, "status", "--porcelain", "-uall") == ""
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +74,6 @@ def test_a_missing_package_is_named_and_other_parts_run(tmp_path: Path) -> None:
     assert (status, statuses(written)) == (1, {"parity": "FAILED", "step": "FAILED"})
     assert "exit status 1: ModuleNotFoundError: No module named 'torch'" in said
     assert written["parts"]["parity"]["log"], "the end of its output is sent, too"
-
-
-def test_interrupted_it_ends_its_parts_and_keeps_what_it_has(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os, time; print('pid', os.getpid()); time.sleep(600)")
-    out = tmp_path / "r.json"
-    environment = {**os.environ, "VENV": sys.prefix, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
-    kept = subprocess.Popen(build_command(out, "--dry-run", "--only", "loss", "step"), env=environment)
-    try:
-        while not (logs := [log for log in tmp_path.glob("gpukit*/loss.log") if "pid" in log.read_text()]):
-            assert kept.poll() is None
-            time.sleep(0.1)
-        child = int(logs[0].read_text().split()[1])
-        kept.send_signal(signal.SIGINT)
-        assert kept.wait(60) == 130
-    finally:
-        kept.kill()
-    written = json.loads(out.read_text())
-    assert statuses(written) == {"loss": "FAILED", "step": "not run"}
-    assert written["parts"]["loss"]["said"] == ["interrupted by SIGINT"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
 
 
 def test_places_are_hidden_in_a_part_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,6 @@ print("ready", flush=True); input()
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert child.stdout is not None
         child.stdout.readline()
         status = (tmp_path / "leaked").stat()
         assert (status.st_dev, status.st_ino) in read_used_files(child.pid, tmp_path)

@@ -12,9 +12,7 @@ from tests.support.paths import ROOT
     ("platform", "release", "option"),
     [
         ("cpu", "0.7.1", "cpu_before_0_9"),
-        ("cpu", "0.8.0", "cpu_before_0_9"),
         ("cpu", "0.9.1", "cpu"),
-        ("cuda", "0.7.1", "cuda"),
         ("cpu_megatron", "0.9.1", "cpu_megatron"),
     ],
 )
@@ -28,17 +26,11 @@ def test_the_platform_is_chosen_by_the_release(platform: str, release: str, opti
     [
         (["correction=gsm"], ["custom_sampler.path", "custom_sampler.name"]),
         (["+mode=separate_async_cpu"], []),
-        (["trainer.v1.trainer_mode=colocate_async"], []),
         (["+mode=separate_async_cpu", "trainer.v1.trainer_mode=sync"], ["custom_sampler.path", "custom_sampler.name"]),
         (["offpolicy.staleness.eta=2"], ["custom_sampler.path", "custom_sampler.name"]),
         (
             ["+mode=separate_async_cpu", "offpolicy.staleness.eta=2"],
             ["separate_async.num_warmup_batches=null", "sampler.max_off_policy_threshold=null"],
-        ),
-        (["+mode=separate_async_cpu", "offpolicy.staleness.eta=2", "offpolicy.staleness.eta=null"], []),
-        (
-            ["trainer.v1.trainer_mode=colocate_async", "offpolicy.staleness.eta=0"],
-            ["colocate_async.num_warmup_batches=null", "sampler.max_off_policy_threshold=null"],
         ),
     ],
 )
