@@ -15,22 +15,7 @@ from rich.console import Console
 from recipe.offpolicy.analysis import AnalysisError, plotting
 from recipe.offpolicy.analysis.page import render_page
 from recipe.offpolicy.analysis.plotting import Axis, Mark, Panel, check_target
-from recipe.offpolicy.analysis.table import Column, Table, fit_to_width, format_cell
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "text"),
-    [
-        (0.0, 3, "0.000"),
-        # Would be shown as 0.000, and is not 0.
-        (0.00012, 3, "1.20e-04"),
-        (float("nan"), 3, "-"),
-        (float("-inf"), 3, "-inf"),
-        (True, 3, "yes"),
-    ],
-)
-def test_cells(value: object, digits: int, text: str) -> None:
-    assert format_cell(value, digits) == text
+from recipe.offpolicy.analysis.table import Column, Table, fit_to_width
 
 
 def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:

@@ -77,18 +77,6 @@ def test_classes_are_those_of_the_first_dump(tmp_path: Path, capsys: pytest.Capt
     assert "b, step 1000" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [([], "--tokenizer FOLDER"), (["--tokenizer", "TOKENIZER"], "0 prompts have 64 answers")]
-)
-def test_what_is_missing_is_said(
-    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    build_tokenizer("Spell it.").save_pretrained(tmp_path / "tokenizer")
-    dump = write_dump(tmp_path / "a" / "1.jsonl", 1, {"p": (39, 5)})
-    assert main([str(dump), *(each.replace("TOKENIZER", str(tmp_path / "tokenizer")) for each in given)]) == 2
-    assert said in capsys.readouterr().err
-
-
 REWARDS = np.array([1, 0, 1, 1, 0, 0, 0, 0], np.float32)
 LENGTHS = [4, 8, 6, 2, 9, 9, 9, 5]
 

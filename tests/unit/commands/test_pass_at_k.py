@@ -16,7 +16,6 @@ from recipe.offpolicy.analysis.pass_at_k import (
     rank_checkpoints,
     read_dumps,
 )
-from recipe.offpolicy.extensions.pass_at_k.estimates import Stopping
 from recipe.offpolicy.extensions.validation_answers import DumpError
 from recipe.offpolicy.pass_at_k import main
 
@@ -54,30 +53,6 @@ def test_the_intervals_allow_for_all_pairs_and_the_choice_of_the_first() -> None
         worse += not all(each.may_be_best for each in found.places)
         naive += last[0] + (last[2] - last[0]) * 1.96 / found.width < 0
     assert (found.pairs, worse / sets <= 0.1, naive / sets > 0.2) == (15, True, True)
-
-
-def test_dynamic_samples_at_a_large_k() -> None:
-    """Looks until one is right: the unbiased estimate, where c/n would favour the checkpoint that stops more often."""
-    generator, looks = torch.Generator().manual_seed(1), [8, 16, 32, 64]
-
-    def draw(rates: Tensor) -> tuple[list[int], list[int]]:
-        right = (torch.rand(len(rates), 64, generator=generator) < rates[:, None]).cumsum(-1)
-        ends = [next((n for n in looks if row[n - 1] >= 1), 64) for row in right.tolist()]
-        return ends, [int(row[n - 1]) for row, n in zip(right, ends, strict=True)]
-
-    rates = torch.rand(400, generator=generator) ** 6
-    lists = [draw(rates), draw(rates * 0.5)]
-    found = rank_checkpoints([counts(at, *each) for at, each in enumerate(lists)], 48, stopping=Stopping((*looks,), 1))
-    truth = [float((1 - (1 - each) ** 48).mean()) for each in (rates, rates * 0.5)]
-    assert (found.by, [each.name for each in found.places]) == ("unbiased", ["step 0", "step 1"])
-    assert [each.value[0] for each in found.places] == pytest.approx(truth, abs=0.04)
-    assert not found.places[1].may_be_best
-    beyond = rank_checkpoints(
-        [counts(at, *each) for at, each in enumerate(lists)], 512, stopping=Stopping((*looks,), 1)
-    )
-    truth = [float((1 - (1 - each) ** 512).mean()) for each in (rates, rates * 0.5)]
-    assert beyond.by == "fit"
-    assert [each.value[0] for each in beyond.places] == pytest.approx(truth, abs=0.06)
 
 
 def test_beyond_equal_samples_the_bernoulli_formula_ranks_and_unequal_ones_are_fitted() -> None:

@@ -71,11 +71,6 @@ def mask(**changes: Any) -> dict[str, Any]:
 
 # What is malformed, and of it what one paste makes.
 ONE_PASTE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a mask on tokens without bounds": (
-        mask(level="token", aggregate="product", lower=None, upper=None),
-        {"masks.it.lower": 0.5, "masks.it.upper": 2.0},
-    ),
-    "a negative bound": (mask(lower=-0.5), {"masks.it.lower": 0.99}),
     "a difference of probabilities beyond 1": (
         mask(aggregate="binary_tv", level="token", lower=-0.2, upper=3.0),
         {"masks.it.lower": -0.2, "masks.it.upper": 0.2},
@@ -84,10 +79,6 @@ ONE_PASTE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a clip of one bound": ({"weight": TIS | {"kind": "clip", "lower": None}}, {"weight.kind": "truncate"}),
     "an infinite cap": ({"weight": TIS | {"upper": math.inf}}, {"weight.upper": None}),
     "a misspelt key": ({"weight": TIS | {"uper": 3.0}}, {"weight.upper": 3.0}),
-    "normalised by the current policy": (
-        {"weight": TIS | {"ratio": "full", "normalize": True}},
-        {"weight.normalize": False},
-    ),
 }
 
 

@@ -57,13 +57,7 @@ IN_TEXT = [
     ("user:pass@k:80 user:pass@10.0.0.1", f"{HIDDEN}@k:80 {HIDDEN}@10.0.0.1"),
     ("https://user:p@ss@host/a@b", f"https://{HIDDEN}@host/a@b"),
     ("https://hooks.slack.com/services/T0/B0/xyz", f"https://hooks.slack.com/{HIDDEN}"),
-    ("https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key=a-b",
-     f"https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key={HIDDEN}"),
-    ("https://x.blob.net/p?sv=1&sig=ab%3D&se=2", f"https://x.blob.net/p?sv=1&sig={HIDDEN}&se=2"),
     ("opd.teacher.headers={X-Team: abc-1, X-Key: KEY}", f"opd.teacher.headers={HIDDEN}"),
-    ("opd.teacher.sources={m: {headers: {X-Team: abc-1}}}", f"opd.teacher.sources={{m: {{headers: {HIDDEN}}}}}"),
-    ('{"headers": {"X-Team": "abc-1"}}', f'{{"headers": "{HIDDEN}"}}'),
-    ("https://host/a?token=abc&page=2", f"https://host/a?token={HIDDEN}&page=2"),
     ("sk-proj-abcdefghijkl", HIDDEN),
     ("use ghp_abcdefghijklmnopqrst1234.", f"use {HIDDEN}."),
     ("hf_abcdefghijklmnopqrstuvwxyz", HIDDEN),
@@ -75,27 +69,16 @@ IN_TEXT = [
     ("+ray_kwargs.ray_init.runtime_env.env_vars={WANDB_API_KEY: abc, HOME: /root}",
      f"+ray_kwargs.ray_init.runtime_env.env_vars={{WANDB_API_KEY: {HIDDEN}, HOME: /root}}"),
     ("curl -H X-Api-Key:abc", f"curl -H X-Api-Key:{HIDDEN}"),
-    ("curl -H 'Authorization: Basic dTpw' x", f"curl -H 'Authorization: {HIDDEN} {HIDDEN}' x"),
     ("serve --api-key abc --port 80", f"serve --api-key {HIDDEN} --port 80"),
-    ("+rollout.args=[--token,abc,--port,80]", f"+rollout.args=[--token,{HIDDEN},--port,80]"),
     ("opd.teacher.url=http://user:secret@host:8100/v1", f"opd.teacher.url=http://{HIDDEN}@host:8100/v1"),
-    ("+opd.teacher.url=[http://a:b@h:1,http://c:d@h:2]", f"+opd.teacher.url=[http://{HIDDEN}@h:1,http://{HIDDEN}@h:2]"),
     ("wandb login " + "0123456789" * 4, f"wandb login {HIDDEN}"),
-    ("wandb_v1_" + "Ab1" * 12, HIDDEN),
-    ("SG.abcdefghijklmnopqrstuv.ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", HIDDEN),
     ("proxy: Basic dXNlcjpwYXNz", f"proxy: Basic {HIDDEN}"),
     ("login: pw=abc, tok=def", f"login: pw={HIDDEN}, tok={HIDDEN}"),
-    ("git clone //user:abc@host/x", f"git clone //{HIDDEN}@host/x"),
-    ("next=http%3A%2F%2Fuser%3Aabc%40host", f"next=http%3A%2F%2F{HIDDEN}%40host"),
     ("https://api.telegram.org/bot12:Ab-c/send", f"https://api.telegram.org/bot{HIDDEN}/send"),
     ('{\\"api_key\\": \\"abc\\"}', f'{{\\"api_key\\": \\"{HIDDEN}\\"}}'),
-    ("[(b'Authorization', b'abc')]", f"[(b'Authorization', {HIDDEN})]"),
     ("Cookie: a=abc; b=def", f"Cookie: {HIDDEN}"),
-    ("machine m login u password abc", f"machine m login u password {HIDDEN}"),
     ("wandb.login(key='abc')", f"wandb.login(key={HIDDEN})"),
     ("curl -sSu user:hunter2 https://h/x", f"curl -sSu {HIDDEN} https://h/x"),
-    ("['curl', '-u', 'user:hunter2']", f"['curl', '-u', '{HIDDEN}']"),
-    ("BlobEndpoint=https://h;SharedAccessSignature=sv%3D1", f"BlobEndpoint=https://h;SharedAccessSignature={HIDDEN}"),
     ("SharedAccessSignature sr=x&sig=ab%3D&se=1", f"SharedAccessSignature sr=x&sig={HIDDEN}&se=1"),
     ("sig=" + "aB3%2F" * 8, f"sig={HIDDEN}"),
     ("login failed: the password is hunter2", f"login failed: the password is {HIDDEN}"),
@@ -104,24 +87,18 @@ IN_TEXT = [
 ]  # fmt: skip
 NOT_IN_TEXT = [
     "INFO:2026-11-27 15:53:23,964:pass@k LIVE on 48 sequences",
-    "data.prompt_key=prompt",
     "correction=[tis_token,gsm]",
     "+correction.masks.token={ratio: rollout, level: token, upper: 1.01}",
-    "correction.masks.token.upper=1.01",
     "ppo_max_token_len_per_gpu=${x.y}",
     "trainer.token=null",
     "https://host/path@v1",
     "python -u user:mod",
     "the password is wrong",
-    "sig=0.05",
     "hf_transformer_config_override",
     "serve --tokenizer-path /a --prompt-key prompt",
     "commit " + "0123456789" * 4,
     "opd.teacher.headers={Authorization: TEACHER_AUTH}",
-    "opd.teacher.headers={'X-Team':TEAM,X-Key: KEY_2}",
-    "wrong headers: none",
     "actor/checksum: " + "0123456789" * 4,
-    "/models/snapshots/" + "0123456789" * 4,
     "sha256:" + "0123456789abcdef" * 4,
     "http://127.0.0.1:8100, http://localhost:8100",
     "masks.opsm_token: it rejects nothing",
@@ -192,14 +169,13 @@ def test_what_is_printed_is_redacted_by_lines(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_a_check_prints_no_secret_of_the_teachers_address(capfd: pytest.CaptureFixture[str]) -> None:
-    """The start-up checks, with an address at which no one answers, and with a word that Hydra refuses."""
+    """The start-up checks name an address that does not answer."""
     address = "opd.teacher.url=http://user:hunter2@127.0.0.1:9"
-    for more in ([], ["[opd.teacher.url=http://user:hunter2@host"]):
-        command = ["recipe.offpolicy.main_offpolicy", "--check", *NEEDED, "opd=loss", address, *more]
-        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False)
-        printed = "".join(capfd.readouterr())
-        assert "127.0.0.1:9" in printed or more
-        assert "hunter2" not in printed
+    command = ["recipe.offpolicy.main_offpolicy", "--check", *NEEDED, "opd=loss", address]
+    subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False)
+    printed = "".join(capfd.readouterr())
+    assert "127.0.0.1:9" in printed
+    assert "hunter2" not in printed
 
 
 def test_every_command_line_prints_redacted_json(capfd: pytest.CaptureFixture[str]) -> None:

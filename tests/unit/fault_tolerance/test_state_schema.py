@@ -168,7 +168,7 @@ def mutate(text: str, kind: str, chance: random.Random) -> tuple[str, Path_]:
     return json.dumps(content), at
 
 
-@settings(max_examples=at_most(600), deadline=None)
+@settings(max_examples=at_most(300), deadline=None)
 @given(st.sampled_from(FILES), st.sampled_from(KINDS), st.integers(0, 2**32))
 def test_no_mutation_raises_anything_but_a_checkpoint_error(
     saved: tuple[Path, dict[str, str]], name: str, kind: str, seed: int

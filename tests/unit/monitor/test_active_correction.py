@@ -143,20 +143,6 @@ def test_another_schedule_stops_unless_it_is_meant(name: str, tmp_path: Path, ca
     assert again.spec == (CONFIGURED if name == "no calibration" else made.spec)
 
 
-def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
-    """With both sides a row at -0.1 nats lies 0.1 out; with side=upper the lower bound rejects it."""
-    made = active()
-    made.after_update(GOOD, seen())
-    saved(tmp_path, made)
-    changed: dict[str, Any] = {"offpolicy__calibrate__side": "upper", "offpolicy__resume_changed_correction": True}
-    again = resumed(config(tmp_path, **changed))
-    assert (again.bounds, again.state()["calibration"]["window"]) == (made.bounds, [])
-    # Ten rows in agreement are all the evidence; ten more at 0.1 nats would have made it wider.
-    again.after_update(GOOD, seen(1e-5))
-    assert (again.bounds["gsm"]["upper"] or math.nan) < (made.bounds["gsm"]["upper"] or math.nan)
-    assert len(resumed(config(tmp_path)).state()["calibration"]["window"]) == 1
-
-
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_fallback_that_is_not_configured_any_more(
     gone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.read_parts import read_weight
@@ -19,7 +17,6 @@ from recipe.offpolicy.monitor.moving_bounds import Evidence, Histogram, Schedule
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.cap_cases import CAPPED, SPREAD, config, seen
 from tests.support.corrections import GSM, TIS, spec
-from tests.support.drawn import examples
 
 KEY = "offpolicy.calibrate.target_ess"
 SCHEDULE = Schedule(find_widest_cap, target=0.9, side="upper", rate=0.2, floor=0.1, ceiling=10.0, noise_kept=None)
@@ -74,33 +71,6 @@ def test_what_no_cap_evens_takes_it_to_its_floor_and_is_said() -> None:
     assert set(found) == {"floor"}
     assert "the lowest allowed cap, 1.072, still yields an ESS below 0.9" in found["floor"]
     assert obstacles(SPREAD) == {}
-
-
-@examples
-@given(
-    draw.floats(1.001, 1e6),
-    draw.lists(draw.lists(draw.floats(-22.0, 22.0), min_size=0, max_size=20), min_size=1, max_size=8),
-    draw.floats(0.05, 0.95),
-    draw.floats(0.05, 1.0),
-)
-def test_a_cap_stays_in_range_and_near_the_last_one(
-    upper: float, updates: list[list[float]], target: float, rate: float
-) -> None:
-    schedule = replace(SCHEDULE, target=target, rate=rate)
-    configured = current = read_weight(TIS | {"upper": upper})
-    start = math.log(upper)
-    for update in updates:
-        sums = sums_of(update)
-        before = math.log(current.upper or math.nan)
-        current = read_weight(
-            current.to_mapping() | Evidence(schedule, configured, current, sums).compute_next_bounds()
-        )
-        now = math.log(current.upper or math.nan)
-        assert abs(math.log(now / before)) <= math.log1p(rate) + 1e-9
-        assert 0.1 * start * (1 - 1e-9) <= now <= 10.0 * start * (1 + 1e-9)
-        goal = find_widest_cap(sums, target)
-        # Never away from where the ESS is the target.
-        assert now == before or (now > before) == (goal > before)
 
 
 # The trainer's side -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,11 @@ from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.spec import Side
 from recipe.offpolicy.correction.statistics import fetch, merge_all
-from recipe.offpolicy.monitor.moving_bounds import EDGES, Histogram, compute_quantile, defer_histograms
+from recipe.offpolicy.monitor.moving_bounds import EDGES, defer_histograms
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
 from tests.support.corrections import band, opsm, spec, tensor
 from tests.support.drawn import Rows, batches, examples
-from tests.support.histograms import histogram
 from tests.support.recordings import NONE
 
 
@@ -55,11 +53,6 @@ def bins(statistic: Statistic) -> dict[int, float]:
 
 def bin_of(distance: float) -> int:
     return next((place for place, edge in enumerate(EDGES) if distance <= edge), len(EDGES))
-
-
-def counts_of(distance: torch.Tensor, counted: torch.Tensor) -> Histogram:
-    counts = [float(count) for count in histogram(distance, counted).parts]
-    return Histogram(EDGES, counts, sum(counts))
 
 
 @pytest.mark.parametrize(("level", "sign"), [("token", "token"), ("sequence", "row"), ("turn", "token")])
@@ -109,23 +102,3 @@ def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
         return dict(found)
 
     assert merge_all([of(batch[:cut]), of(batch[cut:])]) == of(batch)
-
-
-@examples
-@given(
-    draw.lists(draw.floats(0.0, 1e4), min_size=1, max_size=60),
-    draw.lists(draw.booleans(), min_size=60, max_size=60),
-    draw.sampled_from([0.5, 0.9, 0.98]),
-)
-def test_the_quantile_keeps_the_share_and_no_edge_below_does(
-    distances: list[float], chosen: list[bool], share: float
-) -> None:
-    counted = torch.tensor(chosen[: len(distances)])
-    edge = compute_quantile(counts_of(torch.tensor(distances, dtype=torch.float64), counted), share)
-    inside = [d for d, c in zip(distances, counted.tolist(), strict=True) if c]
-    if not inside:
-        assert math.isnan(edge)
-        return
-    assert sum(d <= edge for d in inside) >= share * len(inside) * (1 - 1e-12)
-    below = max((e for e in EDGES if e < edge), default=None)
-    assert below is None or sum(d <= below for d in inside) < share * len(inside)

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipe.offpolicy.monitor.mismatch_shares import (
     LEAST_TOKENS,
@@ -91,28 +89,6 @@ def test_too_few_fresh_tokens_at_the_probability_of_stale_ones() -> None:
     few = sums_of([[0.1]], [[0.0]], [1], mu=math.log(1e-4))
     many = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1])
     assert compute_shares((fresh + few + many).sum(0))[0].backend is not None
-
-
-rows_of_numbers = st.lists(
-    st.tuples(st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=4, max_size=4), st.integers(-1, 3)),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(rows_of_numbers)
-def test_shares_sum_to_one(rows: list[tuple[list[tuple[float, float]], int]]) -> None:
-    table = sums_of(
-        [[gap for gap, _ in tokens] for tokens, _ in rows],
-        [[d for _, d in tokens] for tokens, _ in rows],
-        [age for _, age in rows],
-    ).sum(0)
-    for split in compute_shares(table):
-        if not split.whole > 1e-6:
-            continue
-        assert split.rollout + split.drift == pytest.approx(1.0, abs=1e-6)
-        if split.backend is not None and split.staleness is not None:
-            assert split.backend + split.staleness == pytest.approx(split.rollout, abs=1e-6)
 
 
 def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:

@@ -118,15 +118,6 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
     assert stopped.value.problems[0].overrides == ()
 
 
-def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictConfig) -> None:
-    """A cap that follows an ESS stands still under a fallback, which may have no weight."""
-    from recipe.offpolicy.preflight.examination import run_checks
-
-    wider = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.1}}})
-    moving = {"offpolicy.calibrate.target_ess": 0.9, "offpolicy.calibrate.warmup": 1}
-    check(Composed(changed(whole, {**moving, f"{KEY}.fallback.correction": wider.to_mapping()}), GSM_SPEC), run_checks)
-
-
 def test_the_configured_one_is_no_fallback(whole: DictConfig) -> None:
     same = changed(whole, {f"{KEY}.fallback.correction": GSM_SPEC.to_mapping()})
     with pytest.raises(SpecError, match="this correction is already configured"):

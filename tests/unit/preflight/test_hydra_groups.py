@@ -19,7 +19,6 @@ from recipe.offpolicy.preflight.hydra_groups import (
     force_own_keys,
     load_option,
     read_chosen_options,
-    recompose,
 )
 from tests.support.applications import DELTAS, OPTIONS, application
 from tests.support.corrections import GSM, opsm
@@ -84,27 +83,6 @@ def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
         assert load_option("mine") == {"alpha": "${oc.env:NO_SUCH_VARIABLE}"}
         with pytest.raises(SpecError, match=r"correction=mien: no such option\. Did you mean mine\?"):
             load_option("mien")
-
-
-@pytest.mark.parametrize("chosen", ["correction=auto", None, "correction=[auto]", "correction=gsm"])
-def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folder: Path) -> None:
-    """Whatever was chosen first, and with every other override in force."""
-    overrides = [
-        "++correction.weight.upper=3.0",
-        "++correction.masks.gsm.upper=1.02",
-        "+correction.masks.mine={ratio: ppo}",
-    ]
-    with application("correction=[skyrl/recommended,bypass]", *overrides, folder=folder) as config:
-        at_once = config.correction
-    with application(*([chosen] if chosen else []), *overrides, folder=folder) as config:
-        before = config.copy()
-        later = recompose(["skyrl/recommended", "bypass"], {})
-        assert config == before
-    assert later == at_once
-    assert later.weight.upper == 3.0
-    assert later.masks.gsm.upper == 1.02
-    assert set(later.masks) == {"gsm", "outlier", "mine"}
-    assert later.proximal == "bypass"
 
 
 @pytest.mark.parametrize("overrides", [["~correction"], ["correction=[]"]])

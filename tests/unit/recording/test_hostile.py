@@ -106,22 +106,6 @@ def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
     assert len(str(caught.value)) < len(str(path)) + 200
 
 
-def test_a_run_of_a_billion_values_is_not_unpacked(path: Path) -> None:
-    """One page of a few bytes whose header says 2^31 - 1 values: Arrow would make room for all of them.
-
-    A header of a page of version 1: field 5, a structure (0x2c after fields 1, 2 and 3), whose field 1 is the count as
-    a zigzag varint (0x15): 18 values are 0x24, and 2^31 - 1 values are fe ff ff ff 0f.
-    """
-    table = to_table(ROWS, NONE, REASONS)
-    pq.write_table(table, path, use_dictionary=False, compression="none", write_statistics=False)
-    assert whole(read(path))
-    content = path.read_bytes()
-    place = content.rindex(bytes([0x2C, 0x15, 36]))  # of the last column, behind which the footer is
-    path.write_bytes(content[: place + 2] + bytes.fromhex("feffffff0f") + content[place + 3 :])
-    with pytest.raises(RecordingError, match=f"{NAME}: the file declares an unpacked size of"):
-        read(path)
-
-
 class Dangerous:
     def __reduce__(self) -> Any:
         return os.mkdir, ("/tmp/offpolicy-unpickled",)

@@ -120,19 +120,6 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
     assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
 
 
-def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
-    _, called, _ = run(tree, "--quick")
-    selection = "not program and not extended and not slow and not gpu"
-    folders = ("analysis", "centering", "commands", "doctor", "scripts", "support")
-    left_out = " ".join(f"--ignore=tests/unit/{folder}" for folder in folders)
-    assert called[-1] == f".venv python -m pytest {SIDE_BY_SIDE} -m {selection} {left_out} tests/unit"
-    assert len([call for call in called if "python -m pytest" in call]) == 1
-    assert not [call for call in called if "0.7.1" in call]
-    _, called, _ = run(tree, "tests/unit/test_one.py::test_it", "-k", "it")
-    assert called[-1] == ".venv python -m pytest -k it tests/unit/test_one.py::test_it"
-    assert not [call for call in called if "0.7.1" in call]
-
-
 @pytest.mark.parametrize("failing", [".venv", ".venv-0.7.1"])
 def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
     status, called, lines = run(tree, FAIL_IN=failing)

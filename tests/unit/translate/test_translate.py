@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
 from recipe.offpolicy.translate.rollout_correction import verl_rollout_correction
-from tests.support.examples import at_most
+from tests.support.examples import at_most, each_nth_by_default
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl_helper
 
@@ -112,7 +112,7 @@ def test_agrees_with_verl_on_drawn_batches(
     assert_same(verl_rollout_correction(old, mu, mask, **config), expected, rtol=2e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", each_nth_by_default(3, CONFIGS), ids=name_of)
 def test_padding_and_rows_without_a_token_change_nothing(config: dict[str, Any]) -> None:
     old, mu, mask = batch()
     expected = verl_rollout_correction(old, mu, mask, **config)
@@ -126,7 +126,7 @@ def test_padding_and_rows_without_a_token_change_nothing(config: dict[str, Any])
     assert not got[1][-3:].any()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", each_nth_by_default(3, CONFIGS), ids=name_of)
 def test_decisions_are_those_of_the_stages(config: dict[str, Any]) -> None:
     old, mu, mask = batch()
     weight, kept, _ = verl_rollout_correction(old.float(), mu.float(), mask, **config)

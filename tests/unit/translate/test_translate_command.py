@@ -99,18 +99,6 @@ def test_overrides_of_a_translation_compose_to_it(source: str, document: dict[st
     assert composed(translate(document, source, "hydra")[0]) == CorrectionSpec.from_peer(source, document)
 
 
-def test_keys_that_correct_nothing_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "trl.yaml"
-    path.write_text("{loss_type: cispo, vllm_importance_sampling_correction: false, learning_rate: 1.0}")
-    assert main([str(path), "--from", "trl"]) == 0
-    said = capsys.readouterr()
-    assert (said.out.strip(), "loss_type" in said.err) == ("+correction@correction=none", True)
-    path.write_text("{my_logprob_key: 1, vllm_importance_sampling_correction: false}")
-    assert main([str(path), "--from", "trl"]) == 2
-    assert "my_logprob_key=1" in capsys.readouterr().err
-    assert main([str(path), "--from", "trl", "--ignore", "my_logprob_key"]) == 0
-
-
 def test_what_cannot_be_said_is_an_error_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "loss.yaml"
     path.write_text("loss: {type: kpop}\n")

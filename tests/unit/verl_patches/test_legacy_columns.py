@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from verl import DataProto
-from verl_patches.legacy.algorithms import carried, handover_of
+from verl_patches.legacy.algorithms import carried, handover_of, running, update
 from verl_patches.legacy.handover import HANDOVER
 
 
@@ -33,3 +34,11 @@ def test_our_columns_are_kept_whatever_the_actor_selects() -> None:
     assert made.meta_info == {"temperature": 1.0}
     assert set(made.select(["responses"]).batch.keys()) == {"responses", "rollout_log_probs", "offpolicy_scale"}
     assert "offpolicy_scale" not in data.batch.keys()
+
+
+def test_one_update_runs_at_a_time() -> None:
+    current: Any = object()
+    assert running() is None
+    with update(current):
+        assert running() is current
+    assert running() is None

@@ -43,12 +43,6 @@ def test_design_effect_of_groups_that_agree() -> None:
     assert found.effective == pytest.approx(2.0)
 
 
-def test_one_group_says_nothing_of_others() -> None:
-    found = estimate_share(np.arange(6) < 3, np.zeros(6, dtype=np.int64))
-    assert math.isnan(found.effective)
-    assert all(math.isnan(end) for end in compute_share_interval(found, 0.95))
-
-
 def test_median_of_ten() -> None:
     """Bin(10, 1/2): P(B < 2) = 11/1024 = 0.0107 <= 0.025 < P(B < 3) = 0.0547, so [x(2), x(9)], coverage 0.979."""
     assert compute_quantile_interval(np.arange(1.0, 11), 0.5, 10, 0.95) == (2.0, 9.0)
@@ -151,7 +145,6 @@ def test_a_share_that_is_too_high_for_the_rows_names_one_that_is_not() -> None:
     assert caught.value.reason.endswith("or pass --floor-quantile 0.95 to calibrate.")
 
 
-BAND = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any", "lower": 0.99, "upper": 1.01}
 OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}
 LENGTHS = (10, 40, 160, 640)
 
@@ -173,19 +166,6 @@ def units(value: np.ndarray, length: np.ndarray) -> Scores:
     count = len(value)
     ones = np.ones(count, dtype=np.int64)
     return Scores(value, value, np.ones(count, dtype=bool), ones, length, np.arange(count), np.arange(count) // 4)
-
-
-def test_bounds_by_length_follow_the_noise() -> None:
-    """Keeping 0.9 of rows takes 1.645 s / sqrt(T): half of it for four times the length."""
-    proposal = proposed(BAND, noisy(count=400), target_kept=0.9)
-    assert [entry.bucket for entry in proposal.lengths] == ["le16", "le64", "le256", "le1024"]
-    for entry, length in zip(proposal.lengths, LENGTHS, strict=True):
-        assert entry.threshold.radius == pytest.approx(1.645 * 0.03 / math.sqrt(length), rel=0.12)
-        low, high = entry.threshold.interval
-        assert low < 1.645 * 0.03 / math.sqrt(length) < high
-    reached = [entry.reached for entry in proposal.lengths]
-    assert reached[0] < 0.75, "the common bound rejects short rows"
-    assert reached[-1] == 1.0
 
 
 def opsm(*rows: Rows, **request: Any) -> Proposal:

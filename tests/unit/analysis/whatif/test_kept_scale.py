@@ -48,27 +48,6 @@ def replayed(path: Path, of: dict[str, Any], rows: Rows = ROWS) -> Study:
     return run_study(recording, recording.steps, named)
 
 
-@pytest.mark.parametrize(
-    ("mode", "scale"),
-    [
-        ("token-mean", 5 / 3),  # N = 5 tokens, R = 2 of them rejected
-        ("seq-mean-token-sum", 2.0),  # N = 2 rows, R = 1
-        ("seq-mean-token-mean", 2.0),  # and no token of row 0 is rejected
-    ],
-)
-def test_the_learning_rate_by_hand(tmp_path: Path, mode: str, scale: float) -> None:
-    """f A = s, s, s | 0, 0 against 1, 1, 1 | -2, -2."""
-    result = replayed(tmp_path, card(mode))
-    original, kept = (outcome.overall for outcome in result.outcomes)
-    assert original.lr_scale == pytest.approx(math.sqrt(3 / 11))
-    assert kept.lr_scale == pytest.approx(scale * math.sqrt(3 / 11))
-    # (f - rho) A = s - 4, s - 1, s - 1/2 | 4, 4; sum (rho A)^2 = 16 + 1 + 1/4 + 32.
-    off = (scale - 4) ** 2 + (scale - 1) ** 2 + (scale - 0.5) ** 2 + 32
-    assert kept.bias_token == pytest.approx(math.sqrt(off / 49.25))
-    assert (kept.kept_tokens, kept.ess) == (original.kept_tokens, original.ess) == (3 / 5, pytest.approx(3 / 5))
-    assert not any("denominator" in note for note in result.notes)
-
-
 @pytest.mark.parametrize("mode", HAS_DENOMINATOR)
 def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> None:
     rows = varied_rows(24, seed=4)

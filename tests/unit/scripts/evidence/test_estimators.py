@@ -13,7 +13,6 @@ from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 
-import estimator_claims as claims
 import estimators
 from enumeration import Estimator, Policies, build, list_options, measure, policies
 from estimator_claims import ESTIMATORS, NONE, SEQUENCE_IS, TOKEN_IS, build_estimator
@@ -124,27 +123,6 @@ def test_the_true_gradient_by_finite_differences(world):
     gradient = policies(world, mismatch=0.0, staleness=0.0).gradient.view_as(world.theta)
     assert abs(float(gradient[index])) > 1e-3
     assert float(gradient[index]) == pytest.approx((value(step) - value(-step)) / (2 * step), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("aggregate", "case", "length", "share"),
-    [
-        ("geometric", 0, 100, 0.9991),
-        # the sum has deviation 0.03 sqrt(1000) = 0.9487: 2 Phi(0.6931 / s) - 1 = 2 Phi(0.7306) - 1
-        ("product", 0, 1000, 0.5350),
-        # centred at -4000 x 0.00045 = -1.8, deviation 1.8974: Phi(1.3140) - Phi(0.5834)
-        ("product", 1, 4000, 0.1854),
-        ("product", 3, 34, 1.0),  # 0.68 < log 2 < 0.70
-        ("product", 3, 35, 0.0),
-    ],
-)
-def test_keep_rates(aggregate, case, length, share):
-    log_ratio = claims.CASES[case]
-    assert claims.expected(aggregate, log_ratio, length) == pytest.approx(share, abs=2e-4)
-    rows = 400 if log_ratio.deviation else 1
-    shipped = claims.simulated(aggregate, log_ratio, length, rows=rows, seed=0)
-    assert shipped == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / rows) + 0.01 * (rows > 1))
 
 
 @pytest.mark.slow

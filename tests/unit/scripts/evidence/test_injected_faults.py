@@ -36,21 +36,3 @@ def test_late_weights_are_those_of_so_many_calls_before(inject: ModuleType) -> N
 
     assert send(inject.LateWeights(8), 12) == [0.0] * 9 + [1.0, 2.0, 3.0]
     assert send(inject.LateWeights(0), 3) == [0.0, 1.0, 2.0]
-
-
-def test_ages_of_what_the_prefix_cache_gave(inject: ModuleType) -> None:
-    """Blocks of two tokens; a prefix is as old as the request that computed it, whichever ended first."""
-    ages = inject.CacheAges()
-    assert ages.synchronised() == {"synchronisation": 0, "requests": 0, "tokens": 0, "cached_by_age": {}}
-    ages.served([1, 2, 3], 2)  # ends before the request that computed its first block
-    ages.served([1, 2, 3], 0)
-    assert ages.synchronised() == {"synchronisation": 1, "requests": 2, "tokens": 6, "cached_by_age": {"0": 2}}
-    ages.served([1, 2, 3, 4, 5], 2)  # its second block is new
-    ages.served([1, 2, 9], 2)
-    ages.served([8, 8, 9], 0)
-    assert ages.synchronised()["cached_by_age"] == {"1": 4}
-    ages.served([1, 2, 3, 4, 6], 4)  # as old as the last of its blocks
-    ages.served([1, 2, 3], 2)
-    ages.served([8, 8, 9], 0)  # cleared meanwhile, and computed again
-    ages.served([8, 8, 9], 2)
-    assert ages.synchronised()["cached_by_age"] == {"0": 2, "1": 4, "2": 2}
