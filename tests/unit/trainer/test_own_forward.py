@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from recipe.offpolicy.trainer.batch_view import build_padded
-
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.trainer.batch_view import MediaError, demand_text, pad_rows
+from recipe.offpolicy.trainer.batch_view import MediaError, build_padded, demand_text, pad_rows
+
+ROWS = [([5], [6, 7]), ([8, 9], [1])]
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,6 @@ from recipe.offpolicy.trainer.batch_view import MediaError, demand_text, pad_row
         (32, 128, 1, {"actor.strategy": "megatron"}, 128),
     ],
 )
-
-
-ROWS = [([5], [6, 7]), ([8, 9], [1])]
-
-
 def test_a_pass_has_the_fewest_rows_that_workers_can_split(
     rows: int, batch: int, ranks: int, changes: dict[str, Any], expected: int
 ) -> None:
@@ -46,8 +41,6 @@ def test_padded_columns_by_hand() -> None:
         "position_ids": [[0, 0, 1, 2], [0, 1, 2, 2]],
         "response_mask": [[1, 1], [1, 0]],
     }
-
-
 
 
 def test_rows_with_images_are_not_scored_by_their_tokens_alone() -> None:
