@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from dataclasses import replace
@@ -12,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis import AnalysisError, jobs
+from recipe.offpolicy.analysis import AnalysisError
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.calibration.calibration_page import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import PromptSample, hash_prompts
-from recipe.offpolicy.analysis.jobs import ALONE, Jobs, read_arguments
+from recipe.offpolicy.analysis.jobs import ALONE, Jobs
 from recipe.offpolicy.analysis.whatif.candidates import Candidate
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.correction import CorrectionSpec
@@ -62,15 +61,6 @@ def test_a_calibration_does_not_depend_on_who_works_on_it(recorded: Recording) -
     assert one.spec == two.spec != spec
     assert [vars(each.threshold) for each in one.proposals] == [vars(each.threshold) for each in two.proposals]
     assert compute_joint_shares(recorded, [one.spec]) == compute_joint_shares(recorded, [one.spec], Jobs(2))
-
-
-def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = argparse.Namespace(jobs=None, ray=None)
-    assert read_arguments(none, recorded, recorded.steps) == Jobs(1)
-    monkeypatch.setattr(jobs, "LARGE", 1.0)
-    assert read_arguments(none, recorded, recorded.steps) == Jobs(len(os.sched_getaffinity(0)))
-    assert read_arguments(argparse.Namespace(jobs=3, ray=None), recorded, recorded.steps) == Jobs(3)
-    assert read_arguments(argparse.Namespace(jobs=None, ray="a:1"), recorded, recorded.steps) == Jobs(1, "a:1")
 
 
 ADDING = spec(TIS, gsm=GSM)

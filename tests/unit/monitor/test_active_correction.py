@@ -190,14 +190,3 @@ def test_moved_bounds_go_on_from_where_they_were() -> None:
     assert gsm["upper"] == pytest.approx(1.020847338093258, rel=1e-9)
     assert weight["upper"] == pytest.approx(2.305649803099602, rel=1e-9)
     assert math.isclose(active.metrics()["calibrate/weight/ess"], 0.9686912587272997, rel_tol=1e-9)
-
-
-def test_a_fallback_stays_in_force_until_the_run_is_quiet() -> None:
-    active = former("fallback")
-    assert (active.spec, active.spec.fingerprint()) == (SAFER, 1591711840)
-    assert [active.after_update(GOOD, {}) for _ in range(2)] == [False, True]
-    assert active.spec.fingerprint() == 1554838279
-    assert active.bounds == {
-        "gsm": {"lower": 0.9880120321448115, "upper": 1.0120119681431987},
-        "correction.weight": {"upper": 1.9143566852070582},
-    }

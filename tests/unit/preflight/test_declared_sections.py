@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction.problem import Problem, set_to
 from recipe.offpolicy.preflight.checks.staleness import check_own_keys
 from recipe.offpolicy.preflight.composed import Composed
-from tests.support.applications import CONFIGS
+from tests.support.applications import CONFIGS, changed
 from tests.support.corrections import GSM, TIS
 
 COUNT, FLAG = (0, -1, 1.5, True, "often"), ("yes", 1, None)
@@ -87,23 +86,9 @@ BASE: Any = OmegaConf.create(
 )
 
 
-@contextmanager
-def changed(key: str, value: Any) -> Iterator[DictConfig]:
-    """The shipped configuration with one key changed, or added."""
-    owner, _, name = f"offpolicy.{key}".rpartition(".")
-    node = OmegaConf.select(BASE, owner)
-    there, before = name in node, node.get(name)
-    node[name] = value
-    yield BASE
-    if there:
-        node[name] = before
-    else:
-        del node[name]
-
-
 def find(key: str, value: Any) -> list[Problem]:
-    with changed(key, value) as made:
-        return list(check_own_keys(Composed(made)))
+    """The problems of the shipped configuration with one key changed, or added."""
+    return list(check_own_keys(Composed(changed(BASE, {f"offpolicy.{key}": value}))))
 
 
 def list_sections(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem
 from recipe.offpolicy.preflight.checks import run_keys
 from recipe.offpolicy.preflight.checks.path import _find_nearest_mode
 from recipe.offpolicy.preflight.checks.rollout import check_logprobs_mode
 from recipe.offpolicy.preflight.composed import Composed
+from tests.support.applications import changed
 from tests.support.corrections import TIS
+from tests.support.overridden import with_overrides
 
 NONE = CorrectionSpec()
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -21,9 +23,7 @@ V1_MODES = ("sync", "colocate_async", "separate_async")
 
 
 def found(check: Any, values: dict[str, Any]) -> dict[str, Problem]:
-    config = OmegaConf.create({})
-    for key, value in values.items():
-        OmegaConf.update(config, key, value, force_add=True)
+    config = changed(OmegaConf.create({}), values)
     return {problem.key: problem for problem in check(Composed(config, NONE))}
 
 
@@ -93,13 +93,6 @@ SAMPLER = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type"
 RAW: dict[str, Any] = {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}
 
 
-def configuration(engine: str, temperature: float, changes: dict[str, Any]) -> DictConfig:
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": engine, "temperature": temperature}}})
-    for key, value in changes.items():
-        OmegaConf.update(config, key, value, force_add=True)
-    return config
-
-
 @pytest.mark.parametrize(
     ("engine", "temperature", "changes", "environment", "refused"),
     [
@@ -124,16 +117,11 @@ def test_raw_log_probs_are_refused_by_engine(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    config = configuration(engine, temperature, changes)
+    rollout = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": engine, "temperature": temperature}}})
+    config = changed(rollout, changes)
     found = list(check_logprobs_mode(Composed(config, SPEC)))
     assert [problem.key for problem in found] == refused
     for problem in found:
         monkeypatch.delenv(problem.key, raising=False)
-        for override in problem.overrides:
-            if override.startswith("~"):
-                owner, _, name = override[1:].rpartition(".")
-                del OmegaConf.select(config, owner)[name]
-            else:
-                key, _, value = override.partition("=")
-                OmegaConf.update(config, key, value)
-    assert list(check_logprobs_mode(Composed(config, SPEC))) == []
+    fixed = with_overrides(config, [override for problem in found for override in problem.overrides])
+    assert list(check_logprobs_mode(Composed(fixed, SPEC))) == []

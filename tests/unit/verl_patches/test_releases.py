@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-
 import pytest
 
-from tests.support.paths import ROOT
 from verl_patches import releases
 from verl_patches.releases import attributes_of, is_too_old, specifiers
 
@@ -34,17 +30,3 @@ def test_specifiers_name_the_releases_with_an_attribute() -> None:
     assert specifiers(lambda release: release.legacy_actors) == ("==0.7.1",)
     assert specifiers(lambda release: not release.platforms) == ("==0.7.1", "==0.8.0")
     assert specifiers(lambda release: "separate_async" in release.v1_modes)[0] == "==0.9.1"
-
-
-def test_releases_are_compared_in_the_table_alone() -> None:
-    """Elsewhere an attribute is asked for by its name, and a contract names releases of verl by attribute."""
-    compared = re.compile(r"packaging\.version|verl\"?, \(?\"[=<>]=0\.|releases=\(?\"==0\.[789]\.|not_needed=")
-    tracked = subprocess.run(
-        ["git", "ls-files", "recipe/*.py", "verl_patches/*.py", "scripts/*.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert len(tracked) > 100
-    assert [file for file in tracked if compared.search((ROOT / file).read_text())] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,11 +36,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def world():
-    return build(vocabulary=3, length=4, seed=0)
 
 
 def truncated_token(upper: float) -> Estimator:
@@ -99,30 +93,6 @@ def test_a_mask_by_hand():
     assert measured.dropped == pytest.approx(1 / 4)
     # x = 3/16, variance 3/4 1/16 / 2 - 9/512 = 3/512 over the squared bias (5/16)^2 / 2 = 25/512
     assert measured.break_even == pytest.approx(3 / 25)
-
-
-def test_policies_are_distributions_and_see_only_the_prefix(world):
-    setting = policies(world, mismatch=0.5, staleness=0.5)
-    for log_prob in (setting.mu, setting.old, setting.pi):
-        assert float(log_prob.sum(-1).exp().sum()) == pytest.approx(1.0, abs=1e-12)
-        for length in range(1, 5):  # what comes after a token cannot change its log-prob
-            prefixes = world.tokens[:, :length] @ 3 ** torch.arange(length)
-            for prefix in prefixes.unique():
-                assert log_prob[prefixes == prefix, length - 1].unique().numel() == 1
-
-
-def test_the_true_gradient_by_finite_differences(world):
-    step, index = 1e-5, (1, 2)
-
-    def value(shift: float) -> float:
-        theta = world.theta.clone()
-        theta[index] += shift
-        setting = policies(replace(world, theta=theta), mismatch=0.0, staleness=0.0)
-        return float(setting.pi.sum(-1).exp() @ world.rewards)
-
-    gradient = policies(world, mismatch=0.0, staleness=0.0).gradient.view_as(world.theta)
-    assert abs(float(gradient[index])) > 1e-3
-    assert float(gradient[index]) == pytest.approx((value(step) - value(-step)) / (2 * step), rel=1e-6)
 
 
 @pytest.mark.slow

@@ -74,16 +74,3 @@ def test_a_missing_package_is_named_and_other_parts_run(tmp_path: Path) -> None:
     assert (status, statuses(written)) == (1, {"parity": "FAILED", "step": "FAILED"})
     assert "exit status 1: ModuleNotFoundError: No module named 'torch'" in said
     assert written["parts"]["parity"]["log"], "the end of its output is sent, too"
-
-
-def test_places_are_hidden_in_a_part_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason for sdpa, for instance, names the file of a flash-attn that cannot be loaded."""
-    home = tmp_path / "jürgen"
-    found = [f"{home}/flash_attn.so: undefined symbol"], {"file": f"{home}/x"}
-    program = f"import sys\nfrom scripts.gpu.parts import main\nmain({{'step': lambda _: {found!r}}}, *sys.argv[1:])\n"
-    (tmp_path / "passes.py").write_text(program)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setitem(kit.PROGRAMS, "step", "passes")
-    part = kit.run_part("step", True, tmp_path)
-    assert (part.status, part.said, part.figures) == ("ok", ["~/flash_attn.so: undefined symbol"], {"file": "~/x"})

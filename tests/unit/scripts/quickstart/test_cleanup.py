@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
-import psutil
 import pytest
 
 from scripts.quickstart.processes import SharedMemoryWatch, read_used_files
@@ -67,28 +65,3 @@ print("ready", flush=True); input()
         child.communicate()
     assert watch.remove_leaked() == ["leaked"]
     assert sorted(os.listdir(tmp_path)) == ["foreign", "older"]
-
-
-@pytest.mark.slow
-def test_everything_ends_with_a_supervisor_that_is_killed(tmp_path):
-    """A command with a grandchild that ignores SIGTERM and a daemon in a session of its own."""
-    script = "(setsid sleep 596 & echo $!); trap '' TERM; sleep 595 & echo $!; echo $$; wait"
-    code = f"""
-import os, signal, time
-from pathlib import Path
-from scripts.quickstart.processes import Child
-child = Child(["bash", "-c", {script!r}], os.environ, Path({str(tmp_path / "log")!r}), Path("/"))
-deadline = time.monotonic() + 300
-while len(Path({str(tmp_path / "log")!r}).read_text().split()) < 3 and time.monotonic() < deadline:
-    time.sleep(0.05)
-print(child.process.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == -9
-    pids = [int(word) for word in (done.stdout + (tmp_path / "log").read_text()).split()]
-    assert len(pids) == 4
-    deadline = time.monotonic() + 120
-    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
