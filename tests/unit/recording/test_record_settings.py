@@ -43,6 +43,14 @@ def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pyte
     assert nothing.offpolicy.record.dir is None
 
 
+def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:
+    (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
+    assert problem.key == "offpolicy.record.dir"
+    assert "no mu" in problem.reason
+    assert problem.overrides == ("actor_rollout_ref.rollout.calculate_log_probs=true",)
+    assert list(find_problems(config(tmp_path, mu=False))) == []
+
+
 def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     """A weight that rejects is one of them, a weight that truncates is none."""
     place = str(tmp_path / "rec")
