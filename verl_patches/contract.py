@@ -212,7 +212,7 @@ def of_installed(*contracts: Contract) -> Contract:
 
 
 def installed_release(distribution: str) -> str | None:
-    """Return the installed version of a distribution without its local part, or None.
+    """Return the installed version of a distribution, without the local part; None if it is not installed.
 
     verl's version is read from the version file of the package that an import would find, because a checkout on the
     path may have no metadata, and may take precedence over an installed release that has metadata.

@@ -32,7 +32,7 @@ class LivePath:
 
     Attributes:
         release: installed release of verl.
-        trainer: V0 is ``RayPPOTrainer``, which uses DataProto; V1 are the trainers that use TransferQueue.
+        trainer: V0 is ``RayPPOTrainer``, which uses DataProto; V1 stands for the trainers that use TransferQueue.
         worker: the worker that computes the loss.
         strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or an unsupported one.
         mode: sync; V1 also has colocate_async and separate_async, V0 also has fully_async and one_step_off.
@@ -46,7 +46,7 @@ class LivePath:
 
     @property
     def attributes(self) -> Release:
-        """The ``Release`` with the attributes in which releases differ."""
+        """The attributes of this release, see ``Release``."""
         return attributes_of(self.release)
 
     @property

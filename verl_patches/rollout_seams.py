@@ -70,7 +70,7 @@ _FULLY_ASYNC_CLIENT = _of_versions(
 
 
 def note_fully_async_clients(note: Callable[[Any], Any]) -> None:
-    """Make ``note(client)`` replace the clients that fully_async_policy's rollouter gives its agent loops; once."""
+    """Replace each client that fully_async_policy's rollouter gives to agent loops by ``note(client)``. Idempotent."""
     release = installed_release("verl")
     if release is not None and attributes_of(release).token_versions:
         wrap(_FULLY_ASYNC_CLIENT, lambda original, *args, **kwargs: note(original(*args, **kwargs)))
@@ -120,7 +120,7 @@ _notes: list[Callable[[Any], Any]] = []
 
 
 def note_clients(note: Callable[[Any], Any]) -> None:
-    """Make ``note(client)`` replace each rollout client created in this process; the function given last is used."""
+    """Replace each rollout client created in this process with ``note(client)``; only the last ``note`` is used."""
     _notes[:] = [note]
     wrap(_V0_CLIENT, lambda original, *args, **kwargs: _notes[-1](original(*args, **kwargs)))
 
@@ -220,7 +220,7 @@ _listeners: list[Callable[[Any], None]] = []
 
 
 def listen(heard: Callable[[Any], None]) -> None:
-    """Call ``heard(manager)`` after each synchronisation of this process; the function given last is used."""
+    """Call ``heard(manager)`` after each weight synchronisation of this process; only the last ``heard`` is called."""
     _listeners[:] = [heard]
     wrap(WEIGHT_SYNC, _tell)
 

@@ -67,7 +67,7 @@ def _supports(original: Callable[[Any], bool], experts: Any) -> bool:
 
 
 def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any, w2: Any) -> None:
-    """Repack vLLM's expert weights for the CPU after each weight sync, as is done when they are first loaded.
+    """Repack vLLM's expert weights for the CPU after each weight sync, as vLLM does when it first loads them.
 
     vLLM sets up the kernel of an expert layer only once. A later sync writes unpacked weights, but the kernel reads
     them as packed weights, so the rollout samples garbage without any error. vLLM 0.24 itself packs the weights after

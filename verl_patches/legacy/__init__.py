@@ -33,8 +33,8 @@ def install() -> None:
     if not has_legacy_actors():
         raise PatchError(
             "verl_patches.legacy needs a verl release with legacy actors, 0.7.1, but found "
-            f"{installed_release('verl') or 'no verl'}. Fix: remove it from VERL_USE_EXTERNAL_MODULES and "
-            "OFFPOLICY_PATCHES, because the engine's workers need no patch."
+            f"{installed_release('verl') or 'no verl'}. Fix: remove verl_patches.legacy from VERL_USE_EXTERNAL_MODULES "
+            "and legacy from OFFPOLICY_PATCHES; engine workers need no patch."
         )
     for name, actor in PATCHES.items():
         if not is_awaited(actor):

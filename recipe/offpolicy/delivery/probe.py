@@ -1,7 +1,7 @@
 """A fixed set of sequences that rollout engines score after each synchronisation, and the trainer before it updates.
 
 g and e are the log-probs of the probe's tokens at one synchronisation: g from the engine, and e from the trainer's own
-forward pass. dg and de are the changes of g and e since an earlier synchronisation. If the weights were delivered, dg =
+forward pass. dg and de are the changes in g and e since an earlier synchronisation. If the weights were delivered, dg =
 de + noise; if not, dg is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the
 independent samples. For each sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered;
 otherwise, its mean is -|de|^2.
@@ -42,7 +42,7 @@ at most ``LEVEL``, so the probability of a false alarm in 1 000 synchronisations
 
 @dataclass(frozen=True)
 class Change:
-    """Changes of a probe's log-probs between two synchronisations.
+    """Changes in a probe's log-probs between two synchronisations.
 
     Attributes:
         slope: slope of the regression of dg on de: 1 if the engine follows, 0 if it does not; NaN if de is 0.

@@ -358,7 +358,8 @@ SHIPPED: dict[str, str] = {
 """Maps each section of this package to "module:Class". Hooks run in this order, followed by a fork's hooks."""
 
 own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
-"""True if the user launches the run. If False (an unknown script), no class is imported and no address is contacted."""
+"""True if the user launches the run. The doctor sets it to False while it examines a launch script, so that no class is
+imported and no address is contacted."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:

@@ -101,7 +101,7 @@ class AddOns:
     # Around methods of verl's trainer -----------------------------------------------------------------------
 
     def wrap(self, hook: str, run: Callable[..., Any], *more: Any) -> Callable[..., Any]:
-        """Run ``run``, a method of verl's trainer, through a hook that also receives its arguments and ``more``."""
+        """Call the trainer's method ``run`` through a hook, which receives ``run``, its arguments and ``more``."""
         for add_on in reversed(self._users(hook)):
             run = partial(_call, getattr(add_on, hook), run, more)
         return run
@@ -121,7 +121,7 @@ class AddOns:
         self._each("on_resumed")
 
     def batch_flags(self) -> dict[str, Any]:
-        """Collect the flags sent to the workers with a batch."""
+        """Collect the flags that are sent to the workers with a batch."""
         return _merge(self._each("batch_flags"))
 
     def before_update(self) -> None:
@@ -284,7 +284,7 @@ class AddOns:
         """Compare the rows that reached the loss with the rows that were sent and not removed from the update.
 
         Raises:
-            LivenessError: the rows differ, or did not reach the loss once per epoch.
+            LivenessError: the rows differ, or did not reach the loss exactly once per epoch.
         """
         if (sent := extension.sent) is None:
             return
@@ -332,7 +332,7 @@ class AddOns:
         }
 
     def differences(self, states: Mapping[str, Any], *sections: str) -> list[str]:
-        """List the keys whose values in this run and in the checkpoint with ``states`` differ, with both values."""
+        """List the keys whose values differ between this run and the checkpoint with ``states``; show both values."""
         noted = {section: redact(each["settings"]) for section, each in states.items()}
         now = {extension.section: redact(dict(extension.noted)) for extension in self._extensions}
         return [

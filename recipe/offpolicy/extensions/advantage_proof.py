@@ -54,7 +54,7 @@ class AdvantageExtension(Extension):
     title: ClassVar[str] = ""
     """The extension's name in the log."""
     prefix: ClassVar[str] = ""
-    """First part of the names of the extension's metrics."""
+    """Prefix of the names of the extension's metrics."""
     differs: ClassVar[bool] = True
     """Whether the advantage in ``_demanded`` must differ from verl's own; if so, the run stops if no row was
     changed."""

@@ -131,7 +131,7 @@ def read_plain(batch: BatchView, name: str) -> list[Any]:
 
 
 def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:
-    """Check the names and lengths of the columns for the workers.
+    """Check the names and lengths of columns that are sent to the workers.
 
     Raises:
         ValueError: a column's name lacks the prefix that legacy actors keep, or its number of rows is wrong.

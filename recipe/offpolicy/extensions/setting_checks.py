@@ -79,7 +79,7 @@ class SectionSettings:
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> Self:
-        """Build the settings from complete values."""
+        """Build the settings from a complete mapping of values."""
         nested = {name: hint for name, hint in get_type_hints(cls).items() if is_dataclass(hint)}
         return cls(**values | {name: hint(**values[name]) for name, hint in nested.items()})  # type: ignore[operator]
 

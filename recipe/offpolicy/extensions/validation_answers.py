@@ -132,7 +132,7 @@ def read_pass_rates(path: Path, correct_at_least: float) -> dict[str, float]:
     """Read the accuracy on each prompt, keyed by the prompt's text.
 
     Raises:
-        DumpError, OSError: as ``read_answers``.
+        DumpError, OSError: as for ``read_answers``.
     """
     least, scores = round_threshold(correct_at_least), dict[str, list[float]]()
     for answer in read_answers(path):

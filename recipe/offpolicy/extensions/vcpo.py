@@ -236,7 +236,7 @@ class EssLr(Extension):
         run, path = Configured(config, self.section), live_path(config)
         if path.worker != "engine" or path.strategy not in ("fsdp", "fsdp2") or not path.attributes.scales_lr:
             reason = f"the learning rate can be scaled only in the FSDP engine of verl 0.9.1, but this run uses {path}."
-            fix = f"Set actor_rollout_ref.actor.strategy=fsdp2 with verl 0.9.1, or {self.section}=null."
+            fix = f"Use verl 0.9.1 with actor_rollout_ref.actor.strategy=fsdp2, or set {self.section}=null."
             yield run.problem(self.section, reason, fix, value="on")
         if self.ess_lr.floor == 1:
             key, reason = f"{self.section}.floor", "no factor can be below 1, so the learning rate never changes."

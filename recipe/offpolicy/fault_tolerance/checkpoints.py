@@ -177,7 +177,7 @@ def check_before_loading(
     if record is None:
         if dependents and not changed_is_meant:
             raise CheckpointError(
-                f"{path} has no {RECORD}, but {', '.join(dependents)} would continue from the state in this file. "
+                f"{path} has no {RECORD}, but {', '.join(dependents)} need the state in this file. "
                 f"Restore the file, or set {CHANGED}=true to start without this state."
             )
         logger.warning(

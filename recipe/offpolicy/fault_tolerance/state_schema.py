@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Value:
-    """A single value: a predicate that accepted values satisfy, and its description."""
+    """A single value, defined by a predicate that accepted values satisfy and by a description."""
 
     fits: Callable[[Any], bool]
     what: str

@@ -141,7 +141,7 @@ def end_workers(trainer: Any) -> None:
 
 
 def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """List (trainer attribute, handle) for each Ray actor that the trainer has a handle of."""
+    """List (trainer attribute, handle) for each Ray actor to which the trainer has a handle."""
     for path in HOLDERS:
         found = [trainer]
         for part in path.split("."):

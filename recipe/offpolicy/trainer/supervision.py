@@ -118,7 +118,7 @@ class Supervision:
             Whether mu replaces pi_old in this batch and all later ones.
 
         Raises:
-            SameEngineError: mu may not replace pi_old.
+            SameEngineError: mu differs from pi_old, so it must not replace pi_old.
         """
         if self._same_engine is None:
             return False
@@ -274,7 +274,7 @@ class Supervision:
 
 
 ENOUGH = 256
-"""Minimum number of response tokens with which copied or shifted log-probs can be told from a coincidence."""
+"""Minimum number of response tokens with which copied or shifted log-probs can be distinguished from a coincidence."""
 
 
 def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:

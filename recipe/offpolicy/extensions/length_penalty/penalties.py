@@ -1,4 +1,4 @@
-"""Length penalties of one group and of a batch, anchor lengths, statistics of lengths, and verl's baselines."""
+"""Computes length penalties of a group and of a batch, anchor lengths, length statistics, and verl's advantages."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequen
 
 
 EPSILON = 1e-6
-"""verl's constant, added to the standard deviation."""
+"""Constant that verl adds to the standard deviation."""
 
 
 def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence[int]], *, by_std: bool) -> Tensor:

@@ -79,7 +79,7 @@ class LengthSettings(SectionSettings):
         place: after verl's normalisation within the group, or before it, on the rewards.
         zero_variance: whether groups whose rewards are equal within float32 rounding are penalised or skipped.
         applies_to: all rows, or only the correct ones.
-        correct_at_least: smallest score of a correct row.
+        correct_at_least: minimum score for a row to count as correct.
         reference: number of tokens, or a field ``extra_info.NAME`` of the data set; None for no reference.
         most: largest absolute penalty of a row; None: no limit.
         truncated: whether answers of the maximum length are kept, or dropped by setting their advantage to 0.

@@ -1,4 +1,4 @@
-"""On-policy distillation as an extension, which trains failed rollouts of hard prompts on a teacher's log-probs.
+"""On-policy distillation as an extension, which uses a teacher's log-probs to train on failed rollouts of hard prompts.
 
 Requests to the teacher are sent as soon as a batch's rewards are known, and run while the workers compute pi_old.
 Advantages are computed once the answers have arrived. ``opd=advantage`` replaces the advantages of eligible tokens with
@@ -106,7 +106,7 @@ def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
 
 
 def check_repeated(first: Sequence[float], again: Sequence[float], what: str) -> None:
-    """Check that the teacher's scores of a row are the same as before.
+    """Check that the teacher scores a row again as it did before.
 
     Raises:
         LivenessError: the scores differ by more than the precision of 16-bit servers explains.

@@ -199,7 +199,7 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
         Length of the longest row, in tokens.
 
     Raises:
-        RftError: nothing was kept, or a row's trained tokens are not its answer.
+        RftError: no answer was kept, or the tokens that a row would train are not its answer.
     """
     import pandas
 
@@ -278,7 +278,7 @@ def read_rows(files: Sequence[Path], limit: int | None) -> list[Mapping[str, Any
             raise RftError(f"{file} is not a Parquet file: {error}") from error
     rows = rows[:limit]
     if not rows or not all(isinstance(row.get("prompt"), list) and row["prompt"] for row in rows):
-        raise RftError(f"{', '.join(map(str, files))}: expected rows with a prompt, a list of messages.")
+        raise RftError(f"{', '.join(map(str, files))}: expected rows with a prompt that is a list of messages.")
     return rows
 
 

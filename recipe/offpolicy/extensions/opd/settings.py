@@ -54,7 +54,7 @@ class TeacherSettings:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The addresses for messages, without users, passwords and keys."""
+        """The addresses as shown in messages: without user names, passwords and keys."""
         return tuple(map(redact_text, self.urls))
 
 
@@ -148,7 +148,7 @@ class OpdSettings(SectionSettings):
 
     @property
     def shown(self) -> str:
-        """The addresses of all teachers, for messages."""
+        """The addresses of all teachers, as shown in messages."""
         return ", ".join(url for teacher in self.teachers.values() for url in teacher.shown)
 
     @classmethod
@@ -190,7 +190,7 @@ def _read_teacher(path: str, values: Mapping[str, Any]) -> TeacherSettings:
     """Read one teacher. Messages name headers but never show their values, which may be secret.
 
     Raises:
-        SpecError: a header or the API key is not the name of an environment variable.
+        SpecError: the value of a header, or of ``api_key``, is not the name of an environment variable.
     """
     headers = values["headers"] or {}
     if not isinstance(headers, Mapping) or not all(map(_is_variable, headers.values())):

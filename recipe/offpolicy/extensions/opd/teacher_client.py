@@ -123,7 +123,7 @@ class Server:
 
         Raises:
             TeacherError: every attempt failed, or the request was rejected.
-            requests.Timeout: the deadline has passed before an attempt.
+            requests.Timeout: the deadline passed before the next attempt.
         """
         settings, failure, pause = self.settings, "", PAUSE
         for attempt in range(settings.retries + 1):
@@ -234,7 +234,7 @@ class TeacherClient:
         by_index = {each.get("index"): each for each in choices}
         if len(choices) != len(rows) or by_index.keys() != set(range(len(rows))):
             shown = f"{len(choices)} answers with the indices {shorten(repr(list(by_index)))}"
-            raise TeacherError(f"{where} sent {shown}, expected one answer per sequence.")
+            raise TeacherError(f"{where} sent {shown} instead of one answer per sequence.")
         return [by_index[number] for number in range(len(rows))]
 
 

@@ -296,7 +296,7 @@ class Summary:
         unsolved: share of prompts without a correct answer.
         points: maps k to (mean, lower end, upper end) of the 95 % interval over prompts; the ends are NaN for one
             prompt.
-        left_out: values of k for which some prompt has too few samples.
+        left_out: values of k without an estimate, because some prompt has too few samples.
         fit: a, b and the extrapolations; None if a and b are not identified.
         not_identified: the reason why a and b are not identified.
     """
@@ -326,7 +326,7 @@ def summarize(
         n, c: samples and correct samples of each prompt.
         ks: values of k for unbiased estimates; values above a prompt's number of samples are left out.
         extrapolate: values of k for the Beta-binomial fit.
-        stopping: the rule by which sampling ended early; None if n was fixed beforehand.
+        stopping: the rule that ended sampling early; None if n was fixed beforehand.
     """
     most = stopping.looks[-1] if stopping else min(n)
     fitting = [k for k in ks if k <= most]

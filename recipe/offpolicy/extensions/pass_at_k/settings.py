@@ -69,7 +69,7 @@ class PassAtKSettings(SectionSettings):
     Attributes:
         objective: see ``training.advantages``; ``none`` keeps verl's advantages.
         k: the k of pass@k, for the objective and for budgets.
-        correct_at_least: smallest score of a correct row.
+        correct_at_least: minimum score for a row to count as correct.
         schedule: pairs (step, k), sorted by the step from which k applies; None keeps ``k`` for the whole run. While k
             is 1, verl's own estimator computes the advantages.
         seed: seed for the random splits of the objective ``groups`` and for the draws of prompts.

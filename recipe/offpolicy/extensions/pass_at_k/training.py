@@ -36,8 +36,8 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: str, seed: 
 
     ``analytic``: the mean over all subsets of k rows that contain the row, with the subsets' rewards normalised by
     their mean and std (arXiv 2508.10751, eq. 11 to 14). Its sum is 0, and its absolute value is at most sqrt(N - 1).
-    The scale 1 / sqrt(R (1 - R)) makes this a different objective. It is 0 if all subsets contain a correct row, or if
-    none does.
+    Because of the scale 1 / sqrt(R (1 - R)), this objective differs from pass@k. It is 0 if all subsets contain a
+    correct row, or if none does.
 
     ``groups``: rows are split at random into N / k groups, and each row's advantage is its group's best reward minus
     the mean over groups. Its mean over all splits is ``analytic`` before scaling, but its variance is much larger. k

@@ -191,7 +191,7 @@ class RowValues:
         ends: ends of the row's episodes, exclusive.
         values: V_0..V_m; empty for a row that was not scored.
         version: version of the weights with which all values were computed.
-        answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
+        answers: for each alternative answer, (ids of force prompt and answer, number of ids of the answer).
         best: the alternative of each value.
         requests, forward, cached, rescored: number of requests, of tokens computed, of tokens read from the cache, and
             of requests repeated without the cache.

@@ -80,7 +80,7 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
         counts, cannot be checked.
 
     Raises:
-        LivenessError: utilities were moved, but the advantages did not change.
+        LivenessError: a utility was moved to another episode, but no advantage changed.
     """
     dealt, seen = deal(found.values), 0
     for row in rows:
@@ -274,7 +274,7 @@ class PrefixValueRewards(AdvantageExtension):
         if self._unfit == UPDATES:
             logger.warning(
                 "%s: in %d updates the last values of passed sequences were higher than the last values of failed "
-                "ones in only %.0f %% of pairs. Fix: set a %s.force_prompt in the format of the model's answers.",
+                "ones in only %.0f %% of pairs. Fix: set %s.force_prompt in the format of the model's answers.",
                 *(self.section, UPDATES, 100 * separation, self.section),
             )
 
@@ -315,7 +315,7 @@ class PrefixValueRewards(AdvantageExtension):
         )
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor) -> Tensor:
-        """Compute coef times the process advantages (n, T) of utilities (n, T); 0 in rows that must not receive any."""
+        """Compute the process advantages of utilities, times coef, (n, T); 0 in rows that must not receive any."""
         assert self._utilities is not None
         dealt = token_advantages(
             values.double(),

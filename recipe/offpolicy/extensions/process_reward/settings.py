@@ -57,7 +57,7 @@ class ProcessSettings(SectionSettings):
     """Settings of process rewards.
 
     Attributes:
-        force_prompt: text between a prefix and the answer.
+        force_prompt: text that is inserted between a prefix and the answer.
         think_end: text before which episodes end; if empty, the whole response is reasoning.
         markers, max_tokens, max_episodes: see ``episodes.episode_ends``.
         max_answer_tokens: maximum number of tokens of the answer, tokenised together with the force prompt.
@@ -113,7 +113,9 @@ def find_problems(section: str, settings: ProcessSettings, run: Configured) -> I
     """Find conflicts between the settings and the configuration."""
     off, path = f"or {section}=null.", live_path(run.config)
     if not path.attributes.scores_prompts:
-        reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, which give the values."
+        reason = (
+            f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, from which values are computed."
+        )
         yield run.problem(section, reason, f"Use verl 0.8.0 or later, or set {section}=null.", value="on")
         return
     if run.get(key := f"{ROLLOUT}.name") != "vllm":

@@ -295,7 +295,7 @@ def summarize_waste(found: BatchUtilities, waste: Tensor) -> dict[str, float]:
 
 
 def summarize_cost(rows: Sequence[RowValues], began: float | None) -> dict[str, float]:
-    """Compute the metrics of the cost of scoring.
+    """Compute metrics of what scoring costs.
 
     Args:
         rows: rows of the batch.
