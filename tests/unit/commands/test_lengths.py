@@ -14,16 +14,14 @@ from recipe.offpolicy.analysis import AnalysisError
 from recipe.offpolicy.analysis.lengths import (
     Answers,
     bin_rewards,
-    build_table,
     find_best,
     find_edges,
     measure_rows,
     read_curves,
 )
-from recipe.offpolicy.analysis.table import to_plain
 from recipe.offpolicy.lengths import main
 from scripts.quickstart.model import build_tokenizer
-from tests.support.recordings import drawn_rows, record
+from tests.support.recordings import drawn_rows
 
 
 def make_answers(label: str, lengths: list[int], rewards: list[float], prompts: list[str]) -> Answers:
@@ -103,18 +101,6 @@ def test_a_recorded_step_by_hand() -> None:
     assert found.lengths["all"] == 6.5
     assert (found.lengths["right"], found.lengths["wrong"]) == (4.0, 8.0)
     assert (math.isnan(found.lengths["easy"]), found.lengths["hard"]) == (True, 8.0)
-
-
-def test_metrics_and_recordings_make_the_same_table(tmp_path: Path) -> None:
-    directory = record(tmp_path / "run", *(drawn_rows(LENGTHS, reward=REWARDS, step=step) for step in (1, 2)))
-    curves = read_curves(directory, correct_at_least=1.0)
-    assert [each.step for each in curves] == [1, 2]
-    table = build_table(curves)
-    assert to_plain(table.rows[0]) == [1, 6.5, 4.0, 8.0, None, 8.0, 0.375]
-    of_metrics = build_table(read_curves(metrics(tmp_path / "metrics.jsonl"), correct_at_least=1.0))
-    assert of_metrics.columns == table.columns
-    assert to_plain(of_metrics.rows[2]) == [3, 13.0, 15.0, None, None, None, 0.5]
-    assert to_plain(curves)[0]["lengths"]["easy"] is None
 
 
 @pytest.mark.parametrize(

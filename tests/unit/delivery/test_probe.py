@@ -159,18 +159,6 @@ def test_hand_worked_change() -> None:
     assert change.p == pytest.approx(0.5, abs=0.03)
 
 
-def test_p_values_are_uniform_if_the_weights_are_delivered() -> None:
-    values = []
-    for seed in range(500):
-        generator = torch.Generator().manual_seed(seed)
-        expected = noise(generator, 1.0)
-        values.append(compare_changes(expected + noise(generator, 0.5), expected, seed=seed).p)
-    ranked = torch.tensor(values, dtype=torch.float64).sort().values
-    steps = torch.arange(1, 501, dtype=torch.float64) / 500
-    distance = float(torch.maximum((ranked - steps).abs(), (ranked - steps + 1 / 500).abs()).max())
-    assert distance < 1.63 / math.sqrt(500)  # Kolmogorov and Smirnov at 1 %
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("update", "precision"), each_nth_by_default(3, [(1.0, 0.5), (1.0, 0.0), (0.2, 0.15), (0.02, 0.5), (0.3, 0.2)])

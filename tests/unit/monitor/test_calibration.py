@@ -87,23 +87,6 @@ def test_state_survives_a_checkpoint() -> None:
     assert whole.spec != correction
 
 
-def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogCaptureFixture) -> None:
-    before = calibration(spec(gsm=band(math.exp(-0.01), math.exp(0.01)), opsm=opsm(0.1)), of=["gsm", "opsm"])
-    for _ in range(3):
-        before.observe(seen(*[0.5] * 20) | seen(*[0.5] * 20, name="opsm") | {"opsm/noise": seen()["gsm/distance"]})
-    state = json.loads(json.dumps(before.state()))
-    after = calibration(spec(gsm=band(math.exp(-0.01), math.exp(0.01)), opsm=band(0.9, None)), of=["gsm"])
-    after.restore(state, same_keys=False)
-    assert after.bounds["gsm"] == before.bounds["gsm"] != calibration(SYMMETRIC).bounds["gsm"]
-    one_sided = calibration(spec(gsm=band(None, 1.01)), of=["gsm"])
-    configured = one_sided.bounds
-    with caplog.at_level(logging.WARNING):
-        one_sided.restore(state, same_keys=False)
-    assert one_sided.bounds == configured
-    assert one_sided.state()["window"] == []
-    assert "correction.masks.gsm: the bounds in the checkpoint, [0.98" in caplog.text
-
-
 # How bounds travel ------------------------------------------------------------------------------------------
 
 

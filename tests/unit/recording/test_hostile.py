@@ -106,6 +106,18 @@ def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
     assert len(str(caught.value)) < len(str(path)) + 200
 
 
+def test_a_contradiction_at_which_arrow_ends_the_process(path: Path) -> None:
+    """Two counts of levels where there is one level: asked for the metadata of the column, Arrow calls abort.
+
+    In the statistics of sizes, a list (0x19) of no i64 (0x06), twice, becomes a list of two zeros (0x26 0 0).
+    """
+    content = path.read_bytes()
+    assert content.count(b"\x19\x06\x19\x06") > 0
+    path.write_bytes(content.replace(b"\x19\x06\x19\x06", b"\x19\x26\0\0", 1))
+    with pytest.raises(RecordingError, match=NAME):
+        read(path)
+
+
 class Dangerous:
     def __reduce__(self) -> Any:
         return os.mkdir, ("/tmp/offpolicy-unpickled",)

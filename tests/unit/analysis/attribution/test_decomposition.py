@@ -111,15 +111,6 @@ def test_parts_add_up_to_the_whole_by_step_and_in_all() -> None:
         assert merged.rollout + merged.routing + merged.drift == pytest.approx(1.0, abs=1e-9)
 
 
-def test_a_token_of_which_one_is_not_known_counts_in_neither() -> None:
-    rows = by_hand()
-    native = rows.extensions[WITHOUT_REPLAY].copy()
-    native[1] = np.nan
-    found = split(without_replay(rows, native))
-    assert found.tokens == 1
-    assert found.kl.whole == pytest.approx(k3(0.6), rel=1e-5)
-
-
 def two_rows(**columns: Any) -> Rows:
     """Rows of 2 and 3 tokens; the gap is 0.1 everywhere, and -1 at the last token, in another turn after a tool's."""
     mu = np.log(np.array([0.3, 0.95, 0.3, 0.5, 0.0005])).astype(np.float32)

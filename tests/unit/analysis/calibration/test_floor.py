@@ -72,29 +72,6 @@ def test_bootstrap_keeps_groups_whole() -> None:
     assert counts / 4000 == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
 
 
-@pytest.mark.parametrize("within", [0.0, 0.7], ids=["independent siblings", "like siblings"])
-def test_coverage_of_a_quantile(within: float) -> None:
-    """True quantiles lie in 95 % intervals, of 60 groups of 8, in 92 to 99 % of 300 draws.
-
-    ``within`` is the correlation of siblings. Intervals that took siblings for independent would hold the truth in
-    about 70 % of the draws at 0.7: the second half of the test.
-    """
-    rng = np.random.default_rng(7)
-    share, truth = 0.9, 1.2815516  # of a standard normal
-    group = np.repeat(np.arange(60), 8)
-    held = naive = 0
-    for _ in range(300):
-        values = math.sqrt(within) * rng.standard_normal(60)[group] + math.sqrt(1 - within) * rng.standard_normal(480)
-        ordered = np.sort(values)
-        found = estimate_share(values <= ordered[math.ceil(share * 480) - 1], group)
-        low, high = compute_quantile_interval(ordered, share, found.effective, 0.95)
-        held += low <= truth <= high
-        low, high = compute_quantile_interval(ordered, share, 480, 0.95)
-        naive += low <= truth <= high
-    assert 0.92 <= held / 300 <= 0.99
-    assert (naive / 300 < 0.85) == (within > 0)
-
-
 ROWS = 400
 PART = BoundedPart("masks.opsm", read_mask(opsm(0.1), key="correction.masks.opsm"), "lower")
 

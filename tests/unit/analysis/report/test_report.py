@@ -174,17 +174,6 @@ def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answe
     assert because in line.because
 
 
-def test_what_acted_may_change(tmp_path: Path) -> None:
-    """Calibrated online, or fallen back: the steps before which it changed."""
-    moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.02}}})
-    directory = tmp_path / "run"
-    for step, spec in enumerate((SPEC, SPEC, moved, moved), start=1):
-        record(directory, drawn_rows([9], step=step), spec=spec.to_mapping(), reasons=["masks.gsm"])
-    timeline = build_timeline(Recording(directory))
-    assert timeline.changed == (3,)
-    assert timeline.correction == moved.to_mapping()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"), [((), "no recorded step"), (("--spec", "correction=gms"), "no such option")]
 )

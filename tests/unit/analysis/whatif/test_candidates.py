@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from recipe.offpolicy.analysis.whatif.candidates import MOST, build_candidates
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from tests.support.applications import CONFIGS, DELTAS
+from recipe.offpolicy.correction import SpecError
 from tests.support.corrections import GSM, TIS, spec
 
 RECORDED = spec(TIS, gsm=GSM).to_mapping()
 UPPER = "correction.masks.gsm.upper"
-
-
-@pytest.mark.parametrize("option", ["gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"])
-def test_an_option_is_what_its_file_says(option: str) -> None:
-    """No part, a mask, one with an open value, a weight, and both next to another pi_old: others are composed alike."""
-    (candidate,) = build_candidates([[f"correction={option}", *DELTAS.get(option, [])]], [], RECORDED)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        plain: Any = compose(f"correction/{option}").correction
-    expected = {name: plain[name] for name in plain}
-    for override in DELTAS.get(option, []):
-        _, _, name, leaf = override.split("=")[0].split(".")
-        expected["masks"][name][leaf] = 0.1
-    assert candidate.resolve_spec(RECORDED) == CorrectionSpec.from_mapping({k: _plain(v) for k, v in expected.items()})
-
-
-def _plain(value: Any) -> Any:
-    return {str(name): _plain(value[name]) for name in value} if hasattr(value, "keys") else value
 
 
 def test_what_was_recorded_changed_at_one_key() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.candidates import Candidate
 from recipe.offpolicy.analysis.whatif.replay import RecordedLoss, count_kept
 from recipe.offpolicy.analysis.whatif.study import Study, run_study
 from recipe.offpolicy.batch.plan import SCALE, BatchSplit, build_row_columns
@@ -89,24 +89,3 @@ def test_what_is_not_known_is_said_and_not_invented(
     (note,) = [note for note in result.notes if "denominator=kept" in note]
     assert note.startswith("denominator=kept is replayed with the original denominator at 1 step(s)")
     assert reason in note
-
-
-def test_advantages_of_another_baseline_are_noted(tmp_path: Path) -> None:
-    excluding = replace(ORIGINAL, baseline="exclude")
-    wider = replace(excluding, masks=spec(None, band=band(0.5, 1.8)).masks)
-    named = {"excluding": excluding, "wider": wider, "including": ORIGINAL}
-    candidates = [Candidate(UNCORRECTED, UNCORRECTED), *(Candidate(name, name, {}, one) for name, one in named.items())]
-
-    def noted(folder: str, acting: Any) -> list[str]:
-        done, reasons = acted(ROWS, acting)
-        recording = Recording(record(tmp_path / folder, done, spec=acting.to_mapping(), reasons=reasons))
-        return [note for note in run_study(recording, recording.steps, candidates).notes if "baseline=exclude" in note]
-
-    (note,) = noted("include", ORIGINAL)
-    assert "with excluding, wider, training would have used other advantages" in note
-    # Siblings that leave depend on the mask: only the recorded one is as recorded.
-    (note,) = noted("exclude", excluding)
-    assert "with including, uncorrected, wider, training" in note
-    recording = Recording(tmp_path / "include")
-    alone = run_study(recording, recording.steps, [candidates[0], candidates[-1]])
-    assert not any("baseline" in note for note in alone.notes)

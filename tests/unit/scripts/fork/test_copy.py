@@ -90,24 +90,6 @@ def test_an_edit_stops_an_update_unless_it_is_forced(
     assert (fork / "verl_patches/__init__.py").read_text() == "newer\n"
 
 
-@pytest.mark.parametrize("committed", [True, False])
-def test_an_undo_leaves_edits_and_what_else_lies_there(
-    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], committed: bool
-) -> None:
-    before = snapshot(fork)
-    copy(fork)
-    put(fork, {"recipe/offpolicy/main.py": "edited\n", "recipe/offpolicy/deep/notes.md": "notes\n"})
-    if committed:
-        commit(fork)
-    capsys.readouterr()
-    assert call(fork, "--undo") == DONE
-    assert "kept recipe/offpolicy/main.py" in capsys.readouterr().out
-    assert new_files(fork, before) == {
-        "recipe/offpolicy/main.py": "edited\n",
-        "recipe/offpolicy/deep/notes.md": "notes\n",
-    }
-
-
 @pytest.fixture
 def submodule(fork: Path, tmp_path: Path) -> Path:
     """The fork as verl is: a git repository whose `recipe` is a populated submodule; its path."""

