@@ -81,7 +81,7 @@ def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any
     # vLLM pads weights before it packs them, but a sync writes weights without padding.
     if experts._padded_intermediate_size(method.moe) != width:
         raise PatchError(
-            f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load the weights of padded "
+            f"vLLM pads experts with intermediate size {width} for the CPU, and cannot load the weights of padded "
             "experts again. Fix: train a model whose moe_intermediate_size is a multiple of "
             f"{experts._intermediate_alignment()}."
         )

@@ -223,7 +223,7 @@ def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> 
     loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
     if settings.kind == "uniform" and loss > 1:
         reason = f"a correct answer of {longest} tokens loses {loss:g}, more than its reward of 1."
-        fix, name = f"Set {section}.most=1.0 or a smaller coefficient.", f"{section}.coefficient"
+        fix, name = f"Set {section}.most=1.0, or set a smaller coefficient.", f"{section}.coefficient"
         yield run.problem(name, reason, fix, verdict="NOTE", value=settings.coefficient, alongside=[key])
 
 
@@ -284,7 +284,7 @@ def _check_classes(section: str, settings: ClassSettings, from_step: int, run: C
         yield run.problem(key, reason, sets={key: 1.0}, verdict="NO-OP")
     steps, key = run.get(_STEPS), f"{section}.from_step"
     if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
-        fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
+        fix = f"Set trainer.test_freq above 0 and {key} to an earlier step, or set {key}=null."
         yield run.problem(
             key,
             "no validation will determine or track the easy and hard prompts.",

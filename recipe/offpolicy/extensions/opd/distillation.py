@@ -426,7 +426,7 @@ class OnPolicyDistillation(Extension):
         if self._idle == IDLE:
             logger.warning(
                 "opd has no effect: no rollout was eligible in %d updates. Fix: set a larger "
-                "opd.eligible.max_pass_rate, or another opd.eligible.passed_above.",
+                "opd.eligible.max_pass_rate, or change opd.eligible.passed_above.",
                 IDLE,
             )
 

@@ -175,7 +175,7 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
         yield run.problem(key, reason, f"Set {key}=1.0, {off}")
     if settings.mode == "advantage" and run.get(key := "algorithm.adv_estimator") == "gae":
         reason = "the critic predicts rewards, but eligible tokens get their advantages from the teacher."
-        yield run.problem(key, reason, f"Set {section}=loss, or an estimator without a critic, such as grpo.")
+        yield run.problem(key, reason, f"Set {section}=loss, or use an estimator without a critic, such as grpo.")
     for key, column in _find_media(run):
         reason = f"the training data has a column {column}, but the teacher receives only token ids."
         yield run.problem(key, reason, f"Train on text only, or set {section}=null.")
@@ -184,7 +184,7 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
     if rollouts > 1 and 0 < share * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
         reason = f"with {rollouts} rollouts per prompt, the smallest pass rate above 0 is {least:g}; this acts like 0."
-        fix = f"Set {key}={least:g} to include prompts with one passing rollout, or 0 to exclude them."
+        fix = f"Set {key}={least:g} to include prompts with one passing rollout, or {key}=0 to exclude them."
         yield run.problem(key, reason, fix, {key: least}, (), "NO-OP", value=share)
     if run.get(key := "algorithm.filter_groups.enable"):
         never = settings.eligible.rows == "failed" and share * rollouts < 1

@@ -151,7 +151,7 @@ class Server:
             failure, pause = f"{url}: HTTP {status}", _read_pause(answer, pause)
         raise TeacherError(
             f"the server did not answer in {settings.retries + 1} attempts for {what} ({failure}).",
-            "check whether it still runs; a run that has stopped resumes from its checkpoint.",
+            "check whether the server still runs; a restarted run resumes from its last checkpoint.",
         )
 
 

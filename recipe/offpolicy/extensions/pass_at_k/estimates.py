@@ -139,7 +139,7 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     if bool((c == 0).all()) or bool((c == n).all()):
         raise NotIdentified(f"all samples are {'wrong' if bool((c == 0).all()) else 'right'}.")
     if bool((n < 2).all()):
-        raise NotIdentified("one sample per prompt: the mean is known, but not how prompts differ.")
+        raise NotIdentified("there is only one sample per prompt, so it is unknown how prompts differ.")
     if bool(((c == 0) | (c == n)).all()):
         raise NotIdentified("each prompt's samples are all correct or all wrong, so no rate in between is observed.")
     pairs, weights = _compress(n, c)

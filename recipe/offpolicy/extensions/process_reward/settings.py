@@ -169,7 +169,7 @@ def _check_lengths(section: str, settings: ProcessSettings, run: Configured) -> 
     else:
         forced = len(tokenizer(settings.force_prompt, add_special_tokens=False)["input_ids"])
         if unlike := find_unlike_pieces(tokenizer, (*settings.markers, *TEXTS)):
-            reason = f"the tokens of {unlike!r} decode to different texts one by one and together."
+            reason = f"decoding the tokens of {unlike!r} one by one gives a different text."
             yield run.problem(key, reason, f"Train a model with another tokenizer, or set {section}=null.")
     lengths = [run.get(f"data.max_{part}_length") for part in ("prompt", "response")]
     most = run.get(key := f"{ROLLOUT}.max_model_len")
