@@ -191,7 +191,9 @@ def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
     return (None if len(bounds) == 1 else bounds[0]), bounds[-1]
 
 
-_OLDER: Final = "belongs to an older verl; set algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold."
+_OLDER: Final = (
+    "this key belongs to an older verl; set algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold."
+)
 
 VERL: Final = Peer(
     name="verl",
