@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.padding import Layout, pad_column, zero_rows
+from recipe.offpolicy.batch.padding import Layout, pad_column
 from recipe.offpolicy.batch.plan import (
     PLAN,
     SCALE,
@@ -37,11 +37,6 @@ def read() -> mb.MicroBatch:
     return mb.read({"log_probs": torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)}, data)
 
 
-def test_withheld_tokens_are_no_policy_tokens() -> None:
-    batch = replace(read(), withheld=torch.tensor([[False, True], [False, False]]))
-    assert batch.policy_mask.tolist() == [[True, False], [True, False]]
-
-
 RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
 """Log pi_old / mu with mu = 1: below the cap of 2, above it, and agreement; the last is padding."""
 
@@ -64,13 +59,6 @@ def test_a_weight_by_version_is_that_of_each_chunk() -> None:
         expected = (old[row, places].double() - mu[row, places].double()).sum().exp()
         assert weight[row, places].tolist() == pytest.approx([float(expected)] * len(places), rel=1e-6)
     assert mb.count_unknown_versions(batch)["staleness/unknown_by_token"].value() == 1.0
-    # The trainer sees the same rows nested.
-    nested = {name: packed(data[name], [6, 4, 5]) for name in ("response_mask", *columns)}
-    rows = TensorDict({**nested, "extra_fields": NonTensorStack(*fields)}, batch_size=3)
-    normalized = spec(TIS | {"level": "version", "upper": 100.0, "normalize": True})
-    mean = compute_constants(normalized, rows).weight_mean
-    by_chunk = [float(weight[row, places[0]]) for row, places in chunks]
-    assert mean == pytest.approx(sum(by_chunk) / len(by_chunk), rel=1e-6)
 
 
 def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
@@ -187,14 +175,6 @@ def test_tokens_that_are_too_old_are_masked(level: str, kept: list[list[bool]]) 
     assert step.keep.tolist() == kept
 
 
-def test_a_cap_goes_by_the_age_of_each_token() -> None:
-    """|log 1.01| times 1, 2, 4 at ages 0, 1, >= 2; the weight of e^0.1 lies beyond all of them."""
-    step = decided(spec(TIS | {"upper": 1.01, "by_staleness": [1, 2, 4]}), aged(*CHUNKED))
-    expected = [[4, 4, None, 1], [2, 2, 2, None], [4, None, None, None]]
-    for row, powers in zip(step.weight.tolist(), expected, strict=True):
-        assert row == pytest.approx([0.0 if power is None else 1.01**power for power in powers], rel=1e-6)
-
-
 MIXED = (noted(3, 6), noted(5, 5), noted(4, 4))
 
 
@@ -243,9 +223,3 @@ def test_a_column_of_other_length_is_refused() -> None:
     data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
     with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens, but the responses have 3"):
         pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(data), "advantages")
-
-
-def test_rows_are_zeroed_in_a_copy() -> None:
-    column = nested([1.0, 1.0], [1.0])
-    assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]
-    assert column.values().tolist() == [1.0, 1.0, 1.0]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.batch import padding
-from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows, split_micro_batch
+from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
 from tests.support.legacy_rows import build_legacy_losses
 from tests.support.padded_rows import pad_columns
@@ -64,11 +64,6 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(padded: bool, monkeypatch: pyt
     monkeypatch.setattr(padding, "AT_ONCE", 64)
     monkeypatch.setattr(padding, "FEW", 16)
     assert group_rows(LENGTHS) == [[1], [4], [6, 7], [0, 2, 5], [3]]
-    split = split_micro_batch(output(), data)
-    assert len(split) == 5
-    if padded:
-        assert [part["old_log_probs"].shape[1] for _, part in split] == [40, 33, 17, 5, 1]
-        assert {part["loss_mask"].shape[1] for _, part in split} == {40}
     parts = update()
     assert (whole[0], parts[0]) == (1, 5)
     assert parts[1].item() == pytest.approx(whole[1].item(), rel=1e-5)

@@ -17,13 +17,11 @@ from recipe.offpolicy.batch.weight_versions import (
     VERSIONS,
     RowVersions,
     TokenVersions,
-    check_ages_known,
     compute_token_versions,
     lay_out,
     read_row_versions,
     read_versions,
 )
-from recipe.offpolicy.correction import CorrectionSpec
 
 MIXED = torch.tensor([UNKNOWN])
 
@@ -142,16 +140,3 @@ def test_a_row_of_two_versions_has_none_by_token() -> None:
         compute_token_versions(versions, torch.ones(2, 3))
     with pytest.raises(ValueError, match="verl does not record the version"):
         compute_token_versions(None, torch.ones(2, 3))
-
-
-def test_parts_that_go_by_age_need_the_versions_and_the_step() -> None:
-    spec = CorrectionSpec.from_mapping({"masks": {"stale": {"aggregate": "staleness", "level": "token", "upper": 4}}})
-    one, several = (RowVersions(torch.tensor([3, 3]), torch.tensor([3, newest])) for newest in (3, 4))
-    check_ages_known(CorrectionSpec(), None, None)
-    check_ages_known(spec, one, 5)
-    with pytest.raises(ValueError, match="the batch does not contain the version of the weights that sampled each row"):
-        check_ages_known(spec, None, 5)
-    with pytest.raises(ValueError, match="the batch does not contain the trainer's step"):
-        check_ages_known(spec, one, None)
-    with pytest.raises(ValueError, match=r"masks\.stale\.level=token: 1 sequences were sampled by several versions"):
-        check_ages_known(spec, several, 5)

@@ -59,12 +59,6 @@ def expanded(pattern: str) -> list[str]:
     return [before + one + end for one in inside.split(",") for end in expanded(after)]
 
 
-def test_the_documentation_has_the_table() -> None:
-    """To write it again: python -c 'from tests.support.statistics_page import *; print(format_markdown())'."""
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    assert [line for line in format_markdown().splitlines() if line not in page] == []
-
-
 def read_table(page: str, header: str) -> set[str]:
     """The names in the first column of the table of docs/PAGE that begins with ``header``."""
     _, _, rest = (ROOT / "docs" / page).read_text().partition(f"| {header} |")
@@ -81,3 +75,9 @@ def test_the_documentation_has_every_option_and_no_other() -> None:
 
 def test_the_documentation_has_every_aggregate_and_no_other() -> None:
     assert read_table("correction_keys.md", "aggregate of a mask") == set(AGGREGATES)
+
+
+def test_the_documentation_has_the_table() -> None:
+    """To write it again: python -c 'from tests.support.statistics_page import *; print(format_markdown())'."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [line for line in format_markdown().splitlines() if line not in page] == []

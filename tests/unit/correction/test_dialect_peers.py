@@ -40,21 +40,17 @@ def decoupled(**rejection: Any) -> CorrectionSpec:
         # Masked tokens have weight 0, and kept ones their own ratio: 5 is the default.
         ({}, RAW),
         ({"upper": 2.0}, [0.0, 0.5, 1.1, 1.1]),
-        ({"action": "clamp", "upper": 2.0}, [2.0, 0.5, 1.1, 1.1]),
         ({"action": "clamp", "upper": 2.0, "lower": 0.8}, [2.0, 0.8, 1.1, 1.1]),
         # By sequence every token has the row's geometric mean.
         ({"level": "sequence", "upper": 1.3}, [0.0, 0.0, 1.1, 1.1]),
         ({"level": "sequence", "upper": 1.3, "action": "clamp"}, [1.3, 1.3, 1.1, 1.1]),
         # agg sum and max judge by another number and leave the geometric mean as the weight.
         ({"level": "sequence", "agg": "sum", "upper": 1.9}, [0.0, 0.0, 1.1, 1.1]),
-        ({"level": "sequence", "agg": "max", "upper": 3.9}, [0.0, 0.0, 1.1, 1.1]),
         # Divergences judge, and tokens keep their own ratio. k1 is log r: row means 0.3466 and 0.0953.
         ({"metric": "kl_k1", "level": "sequence", "upper": 0.3}, [0.0, 0.0, 1.1, 1.1]),
-        ({"metric": "kl_k1", "level": "sequence", "upper": 0.5, "lower": 0.2}, [4.0, 0.5, 0.0, 0.0]),
         ({"metric": "kl_k1", "upper": 0.5, "lower": -0.5}, [0.0, 0.0, 1.1, 1.1]),
         # k2 is (log r)^2 / 2: 0.9609 and 0.2402, mean 0.6006; 0.0045.
         ({"metric": "kl_k2", "upper": 0.3}, [0.0, 0.5, 1.1, 1.1]),
-        ({"metric": "kl_k2", "level": "sequence", "upper": 0.6}, [0.0, 0.0, 1.1, 1.1]),
     ],
 )
 def test_areal(rejection: dict[str, Any], expected: list[float]) -> None:
@@ -79,7 +75,6 @@ STEM = "vllm_importance_sampling"
         # The default drops rows whose product exceeds 3, and keeps the product as the weight of the others.
         ({}, [2.0, 2.0, 1.21, 1.21]),
         ({f"{STEM}_correction": False}, [1.0] * 4),
-        ({f"{STEM}_mode": "token_truncate", f"{STEM}_clip_max": 2.0}, [2.0, 0.5, 1.1, 1.1]),
         ({f"{STEM}_mode": "token_truncate", f"{STEM}_clip_max": 2.0, f"{STEM}_clip_min": 0.7}, [2.0, 0.7, 1.1, 1.1]),
         ({f"{STEM}_mode": "token_mask", f"{STEM}_clip_min": 0.7}, [0.0, 0.0, 1.1, 1.1]),
         ({f"{STEM}_mode": "sequence_truncate", f"{STEM}_clip_max": 1.5}, [1.5, 1.5, 1.21, 1.21]),
@@ -108,7 +103,6 @@ def test_trls_opsm(advantage: float, kept: list[float]) -> None:
         ({"token_mask_is_threshold_low": 0.4, "token_mask_is_threshold_high": 2.0}, [0.0, 1.0, 1.0, 1.0]),
         # [0.99, 1.01] is the default band of geometric means.
         ({"sequence_mask_metric": "geometric"}, [0.0] * 4),
-        ({"sequence_mask_metric": "geometric", "geo_mask_high": 1.2}, [0.0, 0.0, 1.0, 1.0]),
     ],
 )
 def test_skyrl(section: dict[str, Any], expected: list[float]) -> None:
@@ -133,12 +127,10 @@ TYPE, RATIO = "truncated_importance_sampling_type", "truncated_importance_sampli
         ({}, [1.0] * 4),
         (IS, RAW),
         (IS | {"sequence_level_importance_ratios": True}, [2.0, 2.0, 1.21, 1.21]),
-        (IS | {TYPE: "tis", RATIO: 2.0}, [2.0, 0.5, 1.1, 1.1]),
         (IS | {TYPE: "tis", RATIO: 2.0, f"{RATIO}_min": 0.6}, [2.0, 0.6, 1.1, 1.1]),
         (IS | {TYPE: "icepop", RATIO: 5.0, f"{RATIO}_min": 0.6}, [4.0, 0.0, 1.1, 1.1]),
         # The row's geometric mean is 1.4142; what is kept keeps raw token weights.
         (IS | {TYPE: "seq-mask-tis", RATIO: 1.2, f"{RATIO}_min": 0.9}, [0.0, 0.0, 1.1, 1.1]),
-        (IS | {TYPE: "seq-mask-tis", RATIO: 1.5, f"{RATIO}_min": 1.2}, [4.0, 0.5, 0.0, 0.0]),
     ],
 )
 def test_nemo_rl(loss: dict[str, Any], expected: list[float]) -> None:
@@ -177,10 +169,8 @@ DIFF: dict[str, Any] = {"ratio_enabled": False, "diff_enabled": True}
         ({"is_weight": {"enabled": True, "weight_type": "sequence"}}, [1.2, 1.2, 1.2, 1.2]),
         # [0.8, 1.2] is the default band of ratios.
         (sieve("token"), [0.0, 0.0, 1.0, 1.0]),
-        (sieve("geometric"), [0.0, 0.0, 1.0, 1.0]),
         (sieve("sequence", ratio_high=1.3), [0.0, 0.0, 1.0, 1.0]),
         # [-0.2, 0.2] is the default band of differences: means 0.15 and 0.04, sums 0.3 and 0.08.
-        (sieve("token", **DIFF), [0.0, 0.0, 1.0, 1.0]),
         (sieve("geometric", **DIFF), [1.0] * 4),
         (sieve("sequence", **DIFF), [0.0, 0.0, 1.0, 1.0]),
         (sieve("geometric", ratio_high=2.0, diff_enabled=True, diff_high=0.1), [0.0, 0.0, 1.0, 1.0]),
@@ -214,14 +204,11 @@ RS = MIS | {"use_rs": True}
     ("arguments", "expected"),
     [
         ({}, [1.0] * 4),
-        ({"use_tis": True}, [2.0, 0.5, 1.1, 1.1]),
         ({"use_tis": True, "tis_clip": 3.0, "tis_clip_low": 0.7}, [3.0, 0.7, 1.1, 1.1]),
         ({"use_tis": True, "tis_clip_low": 0.7, "custom_tis_function_path": "a.icepop_function"}, [0.0, 0.0, 1.1, 1.1]),
-        (MIS, [2.0, 0.5, 1.1, 1.1]),
         # The lower bound is 1 / upper unless it is given.
         (MIS | {"tis_mode": "clip", "tis_upper_bound": 1.5}, [1.5, 1 / 1.5, 1.1, 1.1]),
         (MIS | {"tis_mode": "mask", "tis_lower_bound": 0.4, "tis_upper_bound": 3.0}, [0.0, 0.5, 1.1, 1.1]),
-        (MIS | {"tis_level": "sequence", "tis_upper_bound": 1.5}, [1.5, 1.5, 1.21, 1.21]),
         (MIS | {"tis_level": "geometric", "tis_upper_bound": 1.3}, [1.3, 1.3, 1.1, 1.1]),
         # The mean of min(rho, 2) over the four tokens is (2 + 0.5 + 1.1 + 1.1) / 4 = 1.175.
         (MIS | {"tis_batch_normalize": True}, [w / 1.175 for w in (2.0, 0.5, 1.1, 1.1)]),
@@ -274,7 +261,6 @@ def test_ms_swift(mode: str, expected: list[float]) -> None:
         ({"enable": True, "type": "icepop"}, [4.0, 0.5, 1.1, 1.1]),
         ({"enable": True, "type": "icepop", "threshold": [0.6, 3.0]}, [0.0, 0.0, 1.1, 1.1]),
         ({"enable": True, "type": "seq-mask-tis", "threshold": [0.9, 1.2]}, [0.0, 0.0, 1.1, 1.1]),
-        ({"enable": True, "type": "seq-mask-tis", "threshold": [0.9, 1.5]}, RAW),
     ],
 )
 def test_openrlhf(advantage: dict[str, Any], expected: list[float]) -> None:

@@ -81,16 +81,6 @@ def test_verl_presets_decide_the_same(preset: str) -> None:
         assert (mask & ~dropped).any()
 
 
-@pytest.mark.parametrize("bypass", [False, True])
-@pytest.mark.parametrize("option", sorted(THRESHOLDS))
-def test_verl_rejection_options_decide_the_same(option: str, bypass: bool) -> None:
-    config = {"rollout_rs": option, "rollout_rs_threshold": THRESHOLDS[option], "bypass_mode": bypass}
-    got = assert_like_verl(config, verl_batch(1))
-    _, _, mask = verl_batch(1)
-    assert (mask & (got == 0)).any()
-    assert (got > 0).any()
-
-
 def test_every_rejection_option_of_the_installed_verl_is_known() -> None:
     assert set(THRESHOLDS) == SUPPORTED_ROLLOUT_RS_OPTIONS
 

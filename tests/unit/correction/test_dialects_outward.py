@@ -6,11 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
-from tests.support.drawn import corrections, examples
+from tests.support.corrections import GSM, M2PO, TIS, band, opsm
 
 STEM = "vllm_importance_sampling"
 PARTS: dict[str, list[list[dict[str, Any]]]] = {
@@ -63,50 +61,6 @@ def test_what_a_framework_says_comes_back_from_ours(name: str) -> None:
         assert nearly(back.to_mapping()) == nearly(ours.to_mapping()), keys
         said += 1
     assert said >= 24
-
-
-@pytest.mark.parametrize("name", ["skyrl", "trl", "verl"])
-@examples
-@given(corrections(by_age=True))
-def test_what_is_said_at_all_is_the_same_correction(name: str, correction: CorrectionSpec) -> None:
-    """Of any correction: refused with one of our own keys, or back again but for the names of masks."""
-    refusal, theirs = "", {}
-    try:
-        theirs = getattr(correction, f"to_{name}")()
-    except SpecError as error:
-        refusal = error.problem.key
-    if refusal:
-        assert refusal.startswith("correction.")
-        return
-    back = getattr(CorrectionSpec, f"from_{name}")(theirs)
-    shapes = [sorted(map(repr, (nearly(mask.to_mapping()) for _, mask in each.masks))) for each in (correction, back)]
-    assert shapes[0] == shapes[1] or name == "skyrl"  # of whose token mask `any` and `product` are one
-    left, right = (nearly(each.to_mapping()) for each in (correction, back))
-    assert {key: left[key] for key in left if key != "masks"} == {key: right[key] for key in right if key != "masks"}
-
-
-def test_by_hand() -> None:
-    assert spec(TIS, gsm=GSM).to_skyrl() == {
-        "tis_ratio_type": "token",
-        "sequence_mask_metric": "geometric",
-    }  # 2.0 and [0.99, 1.01] are SkyRL's defaults
-    assert spec(TIS, opsm=opsm(0.1)).to_trl() == {
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": 2.0,
-        "vllm_importance_sampling_clip_min": None,
-        "off_policy_mask_threshold": 0.1,
-        "use_bias_correction_kl": False,
-        "use_vllm": True,
-    }
-    needed = [each.to_trl().get("use_vllm") for each in (spec(TIS), spec(None, opsm=opsm(0.1)), CorrectionSpec())]
-    assert needed == [True, True, None]
-    # verl bounds mu / pi_old: [0.5, 4] is 0.25_2.0 there.
-    assert spec(None, m=band(0.5, 4.0)).to_verl() == {
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": "0.25_2.0",
-    }
-    assert CorrectionSpec().to_verl() == CorrectionSpec().to_skyrl() == {}
 
 
 NEGATIVE = TIS | {"when": "negative"}

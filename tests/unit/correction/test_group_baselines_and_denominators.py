@@ -20,32 +20,11 @@ from recipe.offpolicy.correction.decisions import (
 from tests.support.examples import at_most
 from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn
 
-MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
-KEEP = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
-ONE_MINI_BATCH = torch.zeros(4, dtype=torch.int64)
-
 
 def scale_of(mode: str, mask: torch.Tensor, keep: torch.Tensor, group: torch.Tensor, rows: int) -> torch.Tensor:
     """Scale of rows whose tokens are kept as ``keep`` says, ``rows`` of them in a mini-batch."""
     tokens, kept = (each.sum(-1).double() for each in (mask, mask & keep))
     return compute_scale_of_counts(mode, tokens=tokens, kept=kept, mini_batch=group, mini_batch_rows=rows)
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        # 9 tokens, of which 3 are rejected.
-        ("token-mean", [9 / 6] * 4),
-        # 4 rows, of which one lost all of its tokens; the empty row was not rejected.
-        ("seq-mean-token-sum", [4 / 3] * 4),
-        ("seq-mean-token-sum-norm", [4 / 3] * 4),
-        # and the first row counts 2 of its 3 tokens.
-        ("seq-mean-token-mean", [4 / 3 * 3 / 2, 4 / 3, 4 / 3, 4 / 3]),
-    ],
-)
-def test_by_hand(mode: str, expected: list[float]) -> None:
-    scale = scale_of(mode, MASK, KEEP, ONE_MINI_BATCH, 4)
-    assert scale.tolist() == pytest.approx(expected, abs=1e-15)
 
 
 @st.composite

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, proximal_log_prob, rollout_stage, turns
+from recipe.offpolicy.correction import CorrectionSpec, proximal_log_prob, rollout_stage
 from recipe.offpolicy.correction.ratios import compute_divergence, compute_excess
 from recipe.offpolicy.correction.units import partition_units
 from tests.support.corrections import GSM, M2PO, TIS, band, kept, opsm, run, spec, tensor, values
@@ -146,15 +145,6 @@ def test_ids_of_any_integer_type_and_size(dtype: torch.dtype) -> None:
 # Turns from the response mask -------------------------------------------------------------------------------
 
 
-def test_turns_are_the_runs_of_the_response_mask() -> None:
-    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 0, 1, 0, 1, 1, 0, 0], [1] * 8, [0] * 8])
-    found = turns(mask)
-    assert found.dtype is torch.int64
-    seen = [[turn for turn, valid in zip(*row, strict=True) if valid] for row in zip(found.tolist(), mask, strict=True)]
-    assert seen == [[0, 0, 1, 2, 2], [0, 1, 1], [0] * 8, []]
-    assert (found >= 0).all()
-
-
 @pytest.mark.parametrize(
     ("correction", "reads"),
     [
@@ -182,20 +172,6 @@ def test_tokens_without_mu_keep_their_gradient_where_mu_is_not_read(correction: 
 
 
 MU, OLD, PI = tensor([[-1.0, -2.0]]), tensor([[-1.5, -2.25]]), tensor([[-2.0, -1.0]])
-
-
-def of(proximal: str, alpha: float | None = None) -> Tensor:
-    return proximal_log_prob(proximal, alpha, old_log_prob=OLD, rollout_log_prob=MU, log_prob=PI)  # type: ignore[arg-type]
-
-
-def test_by_hand() -> None:
-    assert torch.equal(of("recompute"), OLD)
-    assert torch.equal(of("bypass"), MU)
-    assert torch.equal(of("reuse"), PI)
-    assert torch.equal(of("same_engine"), MU)
-    # 0.75 x -1 + 0.25 x -2 = -1.25, and 0.75 x -2 + 0.25 x -1 = -1.75
-    assert of("loglinear", 0.25).tolist() == [[-1.25, -1.75]]
-    assert of("loglinear", 0.5).tolist() == [[-1.5, -1.5]]
 
 
 def test_the_share_by_age_is_that_of_areal() -> None:

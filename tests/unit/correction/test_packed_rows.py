@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from torch import Tensor
 
-from recipe.offpolicy.batch.seals import hash_rows
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.row_layout import detect_layout, split_tokens
 from tests.support.corrections import TIS, band, opsm, spec
 from tests.support.drawn import Rows, batches, corrections, examples
-from tests.support.examples import each_nth_by_default
-from tests.support.packed import NAMES, both_stages, noisy, pack, packed
-from tests.support.presets import PRESETS
+from tests.support.packed import NAMES, both_stages, pack, packed
 
 OUT, INNER = ("weight", "keep"), ("log_ratio", "decided")
 
@@ -77,14 +73,6 @@ def test_any_correction(correction: CorrectionSpec, rows: Rows, spare: list[int]
         (torch.arange(rows.mask.numel()) % 5).reshape(rows.mask.shape) if by_token else torch.arange(len(lengths)) % 5
     )
     same(correction, rows, lengths, ages)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), each_nth_by_default(3, itertools.product(sorted(PRESETS), (torch.float64, torch.bfloat16)))
-)
-def test_every_preset(name: str, dtype: torch.dtype) -> None:
-    rows, lengths = noisy()
-    same(PRESETS[name], rows.to(dtype), lengths)
 
 
 EVERY_LEVEL = [
@@ -167,13 +155,3 @@ def test_blocks_of_nested_rows(lengths: list[int], most: int) -> None:
         assert number <= most or rows.count == 1
         assert following is None or number + lengths[following[0].start] > most
         assert torch.equal(tokens["other"], tokens["one"] + 100)
-
-
-def test_nested_rows_have_the_hashes_of_padded_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids, mu = torch.randint(99, (300, 70), generator=generator), -torch.rand(300, 70, generator=generator)
-    lengths = torch.randint(0, 71, (300,), generator=generator)
-    mask = (torch.arange(70) < lengths[:, None]) & (torch.rand(300, 70, generator=generator) < 0.7)
-    nested = hash_rows(*(packed(column, lengths.tolist()) for column in (ids, mask, mu)))
-    assert torch.equal(nested, hash_rows(ids, mask, mu))
-    assert (nested[~mask.any(-1)] == 0).all()

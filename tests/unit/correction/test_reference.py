@@ -24,7 +24,6 @@ from tests.support.drawn import (
     RATIOS,
     Rows,
     batches,
-    bounds_of,
     corrections,
     decide,
     examples,
@@ -110,7 +109,7 @@ def extremes(mask: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("level", "aggregate", "ratio"), each_nth_by_default(4, itertools.product(LEVELS, AGGREGATES, RATIOS))
+    ("level", "aggregate", "ratio"), each_nth_by_default(7, itertools.product(LEVELS, AGGREGATES, RATIOS))
 )
 def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
     base: dict[str, Any] = dict(ratio=ratio, level=level, aggregate=aggregate, when="any", sign="row")
@@ -203,19 +202,6 @@ def test_bounds_by_age_and_by_position(level: str, scale: dict[str, Any]) -> Non
         weight = common | dict(kind=kind, lower=lower, upper=upper, normalize=True)
         for rows in BATCHES:
             agree(CorrectionSpec.from_mapping({"weight": weight, "masks": masks}), rows)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_tokens_that_are_not_finite(bad: float) -> None:
-    rows = rough(5)
-    for tensor, seed in ((rows.mu, 1), (rows.old, 2)):
-        tensor[torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 0.15] = bad
-    for level, aggregate in itertools.product(LEVELS, AGGREGATES):
-        mask = dict(level=level, aggregate=aggregate, ratio="full", when="negative") | bounds_of(
-            aggregate, (0.93, 1.22), 0.11
-        )
-        weight = dict(level=level, kind="truncate", lower=None, upper=1.1, normalize=True)
-        agree(CorrectionSpec.from_mapping({"weight": weight, "masks": {"m": mask}}), rows)
 
 
 @settings(examples, max_examples=at_most(400))

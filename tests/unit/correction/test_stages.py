@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage, step_stage
 from tests.support.corrections import GSM, M2PO, TIS, band, first_stage, opsm, run, spec, values
-from tests.support.drawn import AGGREGATES, LEVELS, bounds_of
 
 NAN, INF = math.nan, math.inf
 STACK = spec(TIS, gsm=GSM, opsm=opsm(0.1), drift=band(0.5, 2.0, aggregate="product", ratio="ppo"))
@@ -113,26 +111,6 @@ def test_a_column_of_another_name_is_refused() -> None:
         )
 
 
-def bounds(aggregate: str) -> dict[str, float | None]:
-    return bounds_of(aggregate, (0.5, 2.0), 0.5)
-
-
-def everything(**changes: Any) -> CorrectionSpec:
-    """A mask of every level and aggregate, on the three ratios in turn, next to M2PO and a normalised weight."""
-    ratios = itertools.cycle(["rollout", "full", "ppo"])
-    masks = {
-        f"{level}_{aggregate}".replace("max", "peak"): dict(
-            ratio=next(ratios), level=level, aggregate=aggregate, when="any", **bounds(aggregate)
-        )
-        for level, aggregate in itertools.product(LEVELS, AGGREGATES)
-    }
-    weight = TIS | {"level": "turn", "normalize": True} | changes
-    return spec(weight, m2po=M2PO, **masks)
-
-
-EVERYTHING = everything()
-
-
 # Log-ratios -------------------------------------------------------------------------------------------------
 
 
@@ -143,14 +121,6 @@ def test_reject_looks_beyond_the_clamp() -> None:
 
 
 # Little or nothing ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
-def test_no_rows_or_no_columns(shape: tuple[int, int]) -> None:
-    empty = torch.zeros(shape)
-    step = run(EVERYTHING, mu=empty, old=empty, mask=empty, turns=empty.long(), versions=empty.long(), advantages=empty)
-    assert step.weight.shape == step.keep.shape == shape
-    assert all(not value or math.isnan(value) for value in values(step).values())
 
 
 def test_rows_without_the_token_dimension_and_ages_of_another_shape() -> None:

@@ -30,19 +30,6 @@ def moments(weights: Tensor) -> Moments:
     )
 
 
-def test_a_distribution_by_hand() -> None:
-    """Of 1, 2 and 6: mean 3, variance (4 + 1 + 9) / 3 = 14/3, ESS 9^2 / (3 x 41) = 0.6585, chi2 41/3 - 1 = 38/3."""
-    result = {name: one.value() for name, one in moments(tensor([1.0, 2.0, 6.0])).build_statistics("w").items()}
-    assert result == {
-        "w/mean": pytest.approx(3.0),
-        "w/std": pytest.approx(math.sqrt(14 / 3)),
-        "w/min": 1.0,
-        "w/max": 6.0,
-        "w/ess": pytest.approx(81 / 123),
-        "w/chi2": pytest.approx(38 / 3),
-    }
-
-
 @pytest.mark.parametrize("nats", [*range(-36, 21, 2)])
 def test_the_ess_is_right_at_any_scale_or_not_known(nats: int) -> None:
     """Moments about 1 lose the digits of weights far below 1, and the ESS of rounding is no number in (0, 1]."""
@@ -61,14 +48,6 @@ def test_of_nothing() -> None:
     }
     assert {name: math.isnan(one.value()) for name, one in statistics.items()} == dict.fromkeys(statistics, True)
     assert Statistic(SUM, (nothing,)).value() == 0.0
-
-
-def test_merge_by_hand() -> None:
-    """Means travel as sum and count: 1 token of 5 and 3 of 1 give (5 + 3) / 4 = 2, not (5 + 1) / 2 = 3."""
-    assert Statistic(MEAN, (5.0, 1.0)).merge(Statistic(MEAN, (3.0, 3.0))).value() == 2.0
-    assert Statistic(Reduction.MIN, (1.0, 2.0)).merge(Statistic(Reduction.MIN, (-1.0, 1.0))).value() == -1.0
-    assert Statistic(Reduction.MAX, (1.0, 2.0)).merge(Statistic(Reduction.MAX, (-1.0, 1.0))).value() == 1.0
-    assert Statistic(SUM, (1.0,)).merge(Statistic(SUM, (2.0,))).value() == 3.0
 
 
 def test_merging_two_kinds_is_an_error() -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as draw
 
-from recipe.offpolicy.correction import CorrectionSpec, StepStage, batch_constants
-from recipe.offpolicy.correction.statistics import merge_all
-from tests.support.corrections import TIS, on_host, run, spec, values
-from tests.support.examples import at_most
+from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from tests.support.corrections import TIS, run, spec, values
 from tests.support.telemetry_cases import CORRECTIONS, NAN, Batch, random_batch, stages
 
 
@@ -165,27 +160,3 @@ def test_weights_outside_either_bound_count_as_truncated() -> None:
     correction = spec(TIS | {"kind": "clip", "lower": 0.5, "upper": 3.0})
     result = values(run(correction, mu=[[0.0] * 4], old=[[math.log(ratio) for ratio in (0.25, 0.3, 1.0, 4.0)]]))
     assert result["weight/truncated_share"] == 0.75
-
-
-@settings(max_examples=at_most(40))
-@given(
-    draw.sampled_from(sorted(CORRECTIONS)),
-    draw.integers(0, 2**16),
-    draw.lists(draw.integers(0, 12), max_size=4),
-    draw.permutations(range(12)),
-)
-def test_any_split_of_the_rows_merges_to_the_whole(name: str, seed: int, cuts: list[int], order: list[int]) -> None:
-    """Every key, over micro-batches and ranks of any size, in any order."""
-    correction, batch = CORRECTIONS[name], random_batch(seed)
-    constants = batch_constants(
-        correction,
-        **batch.log_probs(),
-        **batch.unit_ids(),
-    )
-    _, whole = stages(correction, batch, constants)
-    bounds = [0, *sorted(cuts), 12]
-    parts = [order[low:high] for low, high in itertools.pairwise(bounds)]
-    merged = merge_all(on_host(stages(correction, batch[part], constants)[1].statistics) for part in parts)
-    assert {key: one.value() for key, one in merged.items()} == pytest.approx(
-        values(whole), rel=1e-9, abs=1e-12, nan_ok=True
-    )

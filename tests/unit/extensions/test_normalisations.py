@@ -86,7 +86,7 @@ def test_values_that_agree_within_rounding_are_0_after_centring(size: float, ste
 
 
 @pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("size", [1.0, 0.0])
+@pytest.mark.parametrize("size", [1.0, pytest.param(0.0, marks=pytest.mark.extended)])
 def test_no_jump_as_a_gap_closes(name: str, size: float) -> None:
     """One of four values is off by a gap that shrinks by 3 % from step to step; at last it is none."""
     unit = size or 1.0

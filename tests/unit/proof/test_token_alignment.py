@@ -98,15 +98,6 @@ def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str)
         assert "belong to other sequences" in first_error(batches)
 
 
-@pytest.mark.extended
-def test_long_rows_of_other_rows() -> None:
-    old, mu, mask = batch(generator(), 256, 8192)
-    groups = [str(row // 8) for row in range(256)]
-    AlignmentChecker().judge(tally_agreements(old, mu, mask, groups))
-    permuted = mu[torch.randperm(256, generator=generator())]
-    assert "belong to other sequences" in first_error([tally_agreements(old, permuted, mask, groups)])
-
-
 def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:
     # Prompts are of very different difficulty, so that rows of other prompts still agree.
     source, batches = generator(), []

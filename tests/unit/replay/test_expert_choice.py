@@ -14,7 +14,6 @@ from recipe.offpolicy.replay.expert_choice import (
     RoutedLayers,
     RouterSlot,
     check_ids,
-    check_shape,
     find_scores,
 )
 
@@ -86,19 +85,6 @@ def with_ids(row: int, layer: int, ids: list[int]) -> Tensor:
     given = routes()
     given[row, layer] = torch.tensor(ids)
     return given
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
-        (routes()[:, 1:], r"shape \(3, 3, 2\).*layers include dense layers"),
-        (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
-    ],
-)
-def test_other_shapes_are_refused(given: Tensor, reason: str) -> None:
-    with pytest.raises(ReplayError, match=reason):
-        check_shape(given, LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -97,21 +97,6 @@ def test_routes_are_those_of_the_layers_number(layers: int, places: list[int]) -
     assert [int(watched._select(routes, layer)[0, 0]) for layer in chosen] == [places[layer] for layer in chosen]
 
 
-REPORT = MegatronReport(layers=(1, 3), tokens=36, forwarded=40, placed=True)
-
-
-def test_the_sentence_says_what_was_compared() -> None:
-    other = MegatronReport(layers=(3, 1), tokens=0, forwarded=8, placed=True)
-    assert judge_megatron([REPORT, other], "R3") == (
-        "routing replay R3 LIVE on Megatron, in layers [1, 3] of the last stage: 75.0% of tokens sent to the experts "
-        "listed in verl's RouterReplay, which equal the shipped routes."
-    )
-    split = MegatronReport(layers=(1,), tokens=4, forwarded=4, placed=False)
-    assert judge_megatron([REPORT, split], "R2").endswith(
-        "which were not compared with the shipped routes, because verl splits them."
-    )
-
-
 @pytest.mark.parametrize(
     ("reports", "words"),
     [

@@ -17,7 +17,6 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
-from tests.support.examples import each_nth_by_default
 from tests.support.growth import Work
 from tests.support.legacy_rows import build_legacy_losses
 from tests.support.padded_rows import pad_columns
@@ -83,10 +82,10 @@ def update(loss: Any, call: Callable[[Any], Any]) -> None:
     take_packets(metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("layout", "lengths", "prove"),
-    each_nth_by_default(5, product(["nested", "padded", "legacy"], [UNEVEN, [4096] * 128], [True, False])),
+    product(["nested", "padded", "legacy"], [UNEVEN, [4096] * 128], [True, False]),
 )
 def test_memory_follows_tokens(layout: str, lengths: list[int], prove: bool) -> None:
     if layout == "legacy":

@@ -161,7 +161,7 @@ CASES = {
 CASES |= {"moving": spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))}
 
 
-@pytest.mark.parametrize("name", each_nth_by_default(3, CASES))
+@pytest.mark.parametrize("name", each_nth_by_default(7, CASES))
 def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     correction = CASES[name]
     loss = loss_of(correction)

@@ -11,10 +11,8 @@ import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.plan import SharedPlan
-from recipe.offpolicy.batch.seals import compute_row_checksums
 from recipe.offpolicy.batch.weight_versions import RowVersions, TokenVersions
 from recipe.offpolicy.correction.statistics import fetch, merge_all
-from recipe.offpolicy.worker import metrics as measurement
 from recipe.offpolicy.worker.metrics import (
     METRIC_KEY,
     Ledger,
@@ -64,19 +62,6 @@ def test_versions_by_token_are_put_together_too() -> None:
     assert [found[f"staleness/{age}/token_count"].value() for age in ("is0", "is1")] == [2.0, 2.0]
     assert found["staleness/unknown_by_token"].value() == 1.0
     assert found["staleness/mean"].value() == 0.5
-
-
-def test_measured_together_they_show_what_they_show_apart() -> None:
-    parts = [observation([[1.0]]), observation([[1.0, 3.0], [1.5, 0.0]])]
-    readings = measure(merge(parts))
-    found = dict(zip(readings, fetch(list(readings.values())), strict=True))
-    # Weights capped at 2: 1, 1, 2 and 1.5.
-    assert found["statistics"]["weight/mean"].value() == pytest.approx(5.5 / 4)
-    assert found["statistics"]["weight/truncated_share"].value() == pytest.approx(1 / 4)
-    batches = [part.batch for part in parts]
-    assert found["rows"] == [
-        one for b in batches for one in compute_row_checksums(b.responses, b.response_mask, b.rollout_log_prob)
-    ]
 
 
 def test_what_cannot_be_measured_as_one() -> None:
@@ -143,18 +128,6 @@ def test_a_packet_that_nobody_wants_takes_its_rows_with_it() -> None:
     ledger.enter(wanted, observation([[1.0, 1.0]]))
     wanted.settle()
     assert len(wanted.rows) == 1
-
-
-def test_rows_of_large_micro_batches_are_measured_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packets of 3 rows under a limit of 2: each is measured in two blocks, and nothing is lost or counted twice."""
-    monkeypatch.setattr("recipe.offpolicy.worker.metrics.AT_ONCE", 4)
-    ledger, packets, one = Ledger(), [Packet(1) for _ in range(5)], observation([[1.0, 1.0]])
-    three = {name: getattr(one.batch, name).expand(3, 2) for name in measurement._COLUMNS}
-    for packet in packets:
-        ledger.enter(packet, replace(one, batch=replace(one.batch, **three)))
-    packets[-1].settle()
-    assert packets[-1].statistics["weight/mean"].parts[1] == 30.0
-    assert packets[-1].rows == [packets[-1].rows[0]] * 15
 
 
 def test_metrics_of_parts_are_one_value_a_micro_batch() -> None:

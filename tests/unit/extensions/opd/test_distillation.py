@@ -53,16 +53,6 @@ def test_only_eligible_rows_are_asked_about_and_each_token_gets_its_own_log_prob
                 assert math.isnan(found)
 
 
-def test_advantages_of_other_rows_are_those_without_to_the_bit(teacher: FakeTeacher) -> None:
-    run = Run(teacher.url, "advantage", coef=0.5)
-    assert torch.equal(run.advantages[2:], run.base[2:])
-    gap = run.batch.put_columns[TEACHER] - pad_sequence(run.made.old_log_probs, batch_first=True)
-    mask = pad_sequence(run.made.response_mask, batch_first=True).bool()
-    for row in ELIGIBLE:
-        torch.testing.assert_close(run.advantages[row][mask[row]], 0.5 * gap[row][mask[row]])
-        assert torch.equal(run.advantages[row][~mask[row]], run.base[row][~mask[row]])
-
-
 @NESTED
 @pytest.mark.parametrize("spec", [NONE, WEIGHTED], ids=["none", "tis"])
 def test_the_loss_gains_coef_times_the_bounded_gap(spec: CorrectionSpec, teacher: FakeTeacher) -> None:

@@ -57,19 +57,14 @@ def test_what_the_teacher_excludes_is_minus_infinity() -> None:
             (change, "sequence 0: prompt_logprobs do not match the 3 tokens")
             for change in (
                 lambda entries: entries[:-1],
-                lambda entries: [*entries, entries[-1]],
-                lambda entries: [*entries[:2], entries[1]],
                 lambda entries: [*entries[1:], entries[0]],
-                lambda entries: [entries[1], *entries[1:]],
                 lambda entries: [*entries[:-1], None],
-                lambda entries: [*entries[:-1], {"9": None}],
                 lambda entries: None,
-                lambda entries: {"0": None, "1": None, "2": None},
             )
         ),
         *(
             (lambda entries, value=value: [*entries[:-1], {"9": {"logprob": value}}], "position 2: the log-prob is")
-            for value in (None, "-1.0", True, math.nan, 0.5)
+            for value in (None, True, math.nan, 0.5)
         ),
     ],
 )
@@ -86,9 +81,7 @@ CHOICE = {"index": 0, "prompt_logprobs": [None]}
 ANSWERS: dict[str, object] = {
     "no JSON": b"<html>busy</html>",
     "choices that are none": {"choices": None},
-    "a choice that is none": {"choices": [None, None]},
     "an index twice": {"choices": [CHOICE, CHOICE]},
-    "too few": {"choices": [CHOICE]},
 }
 
 

@@ -19,12 +19,10 @@ from recipe.offpolicy.extensions.process_reward.utilities import (
     build_utilities,
     check_values,
     compute_covered,
-    find_waste,
     read_values,
     summarize_advantages,
     summarize_cost,
     summarize_values,
-    summarize_waste,
     token_advantages,
 )
 from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError
@@ -142,27 +140,6 @@ def test_cost_is_the_time_in_which_anything_is_scored() -> None:
 
 
 # Waste: which episodes count, what each token loses, and the gradient of the penalty by enumeration
-
-
-FLOOR = -20.0
-WASTE_ROWS = [
-    RowValues([2, 5, 6], [-1.5, -1.5, -0.5, -0.495]),  # 0, 1 and 0.005
-    RowValues([1, 4], [FLOOR, FLOOR, -3.0]),  # unknown, and 17
-    RowValues([]),
-]
-WASTE_MASK = torch.arange(6) < torch.tensor([6, 4, 3])[:, None]
-
-
-def test_waste_by_hand() -> None:
-    found = build_utilities(WASTE_ROWS, WASTE_MASK)
-    waste = find_waste(found, 0.01, FLOOR)
-    assert waste.nonzero().tolist() == [[0, 1], [0, 5]]
-    assert find_waste(found, 0.0, FLOOR).nonzero().tolist() == [[0, 1]]
-    metrics = summarize_waste(found, waste)
-    # Two of five episodes, with 2 and 1 of 10 tokens.
-    assert (metrics["waste/share"], metrics["waste/token_share"]) == (0.4, 0.3)
-    empty = build_utilities([RowValues([])], WASTE_MASK[:1])
-    assert math.isnan(summarize_waste(empty, find_waste(empty, 0.0, FLOOR))["waste/share"])
 
 
 # The proof: credit that does not reach its tokens, and advantages that change on their way, stop the run
