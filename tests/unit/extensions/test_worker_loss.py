@@ -17,6 +17,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
 from tests.support.corrections import TIS
+from tests.support.distilled import rollout
 from tests.support.nudge import NudgeWorker
 from tests.support.sampled_rows import compute_sampled_checksums
 from verl.utils import tensordict_utils as tu
@@ -25,25 +26,17 @@ CORRECTIONS = {"none": CorrectionSpec(), "tis": CorrectionSpec.from_mapping({"we
 COLUMN = "offpolicy_nudge"
 
 
-def micro_batch(**columns: Tensor) -> tuple[dict[str, Tensor], TensorDict]:
+def micro_batch() -> tuple[dict[str, Tensor], TensorDict]:
     """Five rows and one of padding: mu and pi are near pi_old."""
-    rollout = tw.make_rollout(6)
-    rollout.response_mask[5] = torch.zeros_like(rollout.response_mask[5])
-    generator = torch.Generator().manual_seed(3)
-    whole = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
-    flat = (-torch.rand(sum(whole), generator=generator) - 1).requires_grad_()
-    output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, torch.tensor([0, *whole]).cumsum(0))}
-    pi = [row[len(p) - 1 : -1].detach() for row, p in zip(output["log_probs"].unbind(), rollout.prompts, strict=True)]
-    rollout.old_log_probs = [row + 0.05 * torch.randn(row.shape, generator=generator) for row in pi]
-    rollout.rollout_log_probs = [
-        row + 0.3 * torch.randn(row.shape, generator=generator) for row in rollout.old_log_probs
-    ]
-    data = rollout.to_tensordict()
-    rows = [1.0 * mask for mask in rollout.response_mask]
-    data[COLUMN] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    made, flat, whole = rollout()
+    made.response_mask[5] = torch.zeros_like(made.response_mask[5])
+    made.old_log_probs = [row + 0.05 * torch.arange(len(row)).sin() for row in made.old_log_probs]
+    data = made.to_tensordict()
+    data[COLUMN] = 1.0 * data["response_mask"]
     tokens = int(data["response_mask"].values().sum())
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6, **{PLAN: SharedPlan(1)})
-    return output, data
+    offsets = torch.tensor([0, *whole]).cumsum(0)
+    return {"log_probs": torch.nested.nested_tensor_from_jagged(flat.clone().requires_grad_(), offsets)}, data
 
 
 def loss_of(spec: CorrectionSpec, extensions: dict[str, WorkerExtension], *, prove: bool = False) -> OffPolicyLoss:
@@ -106,16 +99,12 @@ class Nothing(WorkerExtension):
         return lambda model_output, data, dp_group=None: (0.0 * model_output["log_probs"].values().sum(), {})
 
 
-def test_an_extension_that_leaves_out_the_base_loss_stops_the_run() -> None:
-    loss = loss_of(CORRECTIONS["tis"], {"one": Nothing()}, prove=True)
+@pytest.mark.parametrize("extension", [Nothing(), OwnWeights(COLUMN, 0.125)])
+def test_an_extension_that_takes_the_correction_from_the_base_loss_stops_the_run(extension: WorkerExtension) -> None:
+    loss = loss_of(CORRECTIONS["tis"], {"one": extension}, prove=True)
     loss.takes_padded = False
     with pytest.raises(LivenessError, match="plus terms of extensions"):
         verdict(loss)
-
-
-def test_an_extension_that_takes_the_weights_from_the_base_loss_stops_the_run() -> None:
-    with pytest.raises(LivenessError, match="plus terms of extensions"):
-        verdict(loss_of(CORRECTIONS["tis"], {"one": OwnWeights(COLUMN, 0.125)}, prove=True))
 
 
 class Dead(OffPolicyLoss):

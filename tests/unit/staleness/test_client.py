@@ -6,11 +6,12 @@ import asyncio
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.support.scripted_client import PROMPT, ask, serve
 
 pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
@@ -19,65 +20,42 @@ if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     from recipe.offpolicy.batch.seals import SealError
     from recipe.offpolicy.batch.weight_versions import CHUNKS, UNKNOWN, check_chunks
     from recipe.offpolicy.staleness import client as ours
-    from verl.workers.rollout.replica import TokenOutput
-
-Attempt = tuple[int, int | None, str]
-"""Tokens, version and why it ended."""
 
 
-def config(full_determinism: bool = False) -> Any:
-    rollout = SimpleNamespace(response_length=100, name="vllm", full_determinism=full_determinism)
+def config() -> Any:
+    rollout = SimpleNamespace(response_length=100, name="vllm", full_determinism=False)
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
 
 
-@pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Give the versioned client on a server that answers by a script, an attempt each."""
-
-    pause = asyncio.sleep
-    # verl waits a second before it asks again.
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(0))
-    client: Any = ours.note_versions(llm_server.FullyAsyncLLMServerClient(config()))
-    scripts: dict[str, Iterator[Attempt]] = {}
-
-    async def acquire(self: Any, request_id: str, **kwargs: Any) -> Any:
-        async def remote(**kwargs: Any) -> Any:
-            await pause(0)
-            tokens, version, reason = next(scripts[request_id])
-            fields = {"global_steps": version}
-            ids = list(range(tokens))
-            return TokenOutput(token_ids=ids, log_probs=[0.0] * tokens, stop_reason=reason, extra_fields=fields)
-
-        return "server", SimpleNamespace(generate=SimpleNamespace(remote=remote))
-
-    monkeypatch.setattr(type(client), "_acquire_server", acquire)
-    monkeypatch.setattr(type(client), "_release_server", lambda *args, **kwargs: None)
-
-    async def of(request: str, *attempts: Attempt) -> Any:
-        scripts[request] = iter(attempts)
-        return await client.generate(request, prompt_ids=[1, 2], sampling_params={})
-
-    return of
+def versioned(monkeypatch: pytest.MonkeyPatch, *attempts: tuple[int, int, str]) -> Any:
+    """Give the versioned client on a server that answers by a script: tokens, version and why the attempt ended."""
+    answers = [
+        {"token_ids": list(range(tokens)), "stop_reason": reason, "extra_fields": {"global_steps": version}}
+        for tokens, version, reason in attempts
+    ]
+    return serve("versioned", lambda client: client, monkeypatch, *answers)
 
 
-def test_each_attempt_notes_its_version_and_one_without_tokens_none(generate: Callable[..., Any]) -> None:
+def test_each_attempt_notes_its_version_and_one_without_tokens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [(2, 3, "aborted"), (0, 3, "aborted"), (3, 4, "aborted"), (5, 6, "completed")]
-    output = asyncio.run(generate("a", *attempts))
+    client = versioned(monkeypatch, *attempts, (0, 3, "aborted"), (1, 4, "completed"))
+    output = ask(client, "a")
     assert output.extra_fields[CHUNKS] == [[(3, 2), (4, 3), (6, 5)]]
-    assert sum(tokens for turn in output.extra_fields[CHUNKS] for _, tokens in turn) == len(output.token_ids) == 10
+    assert len(output.token_ids) == 10
     # verl's own note of the row counts the attempt that was aborted before its first token.
-    empty = asyncio.run(generate("b", (0, 3, "aborted"), (1, 4, "completed")))
+    empty = ask(client, "b")
     assert empty.extra_fields["min_global_steps"] == 3
     assert empty.extra_fields[CHUNKS] == [[(4, 1)]]
 
 
-def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callable[..., Any]) -> None:
+def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each change keeps the oldest and the newest version of the row, and the tokens of each of its turns."""
+    attempts = [(2, 3, "aborted"), (2, 4, "completed"), (1, 4, "aborted"), (4, 6, "completed")]
+    client = versioned(monkeypatch, *attempts)
 
     async def row() -> Any:
-        kept = dict((await generate("a", (2, 3, "aborted"), (2, 4, "completed"))).extra_fields)
-        await generate("a", (1, 4, "aborted"), (4, 6, "completed"))
-        return json.loads(json.dumps(kept))  # as it comes out of a queue
+        turns = [await client.generate("a", prompt_ids=PROMPT, sampling_params={}) for _ in range(2)]
+        return json.loads(json.dumps(dict(turns[0].extra_fields)))  # as it comes out of a queue
 
     fields = asyncio.run(row())
     assert fields[CHUNKS] == [[[3, 2], [4, 2]], [[4, 1], [6, 4]]]
@@ -93,7 +71,7 @@ def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callabl
             check_chunks([fields, {**fields, CHUNKS: turns}])
 
 
-def test_tokens_that_nobody_noted_are_told_apart(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_nobody_noted_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three attempts goes past ``Attempts``."""
     noted, calls = ours.Attempts.generate, iter([True, False, True])
 
@@ -103,8 +81,8 @@ def test_tokens_that_nobody_noted_are_told_apart(generate: Callable[..., Any], m
         )
 
     monkeypatch.setattr(ours.Attempts, "generate", drop)
-    fields = asyncio.run(generate("a", (2, 3, "aborted"), (3, 4, "aborted"), (5, 6, "completed"))).extra_fields
-    assert fields[CHUNKS] == [[(3, 2), (6, 5), (UNKNOWN, 3)]]
+    client = versioned(monkeypatch, (2, 3, "aborted"), (3, 4, "aborted"), (5, 6, "completed"))
+    assert ask(client).extra_fields[CHUNKS] == [[(3, 2), (6, 5), (UNKNOWN, 3)]]
 
 
 def test_another_client_is_left_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
