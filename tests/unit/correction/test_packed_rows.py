@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,9 @@ from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stag
 from recipe.offpolicy.correction.row_layout import detect_layout, split_tokens
 from tests.support.corrections import TIS, band, opsm, spec
 from tests.support.drawn import Rows, batches, corrections, examples
-from tests.support.packed import NAMES, both_stages, pack, packed
+from tests.support.examples import each_nth_by_default
+from tests.support.packed import NAMES, both_stages, noisy, pack, packed
+from tests.support.presets import PRESETS
 
 OUT, INNER = ("weight", "keep"), ("log_ratio", "decided")
 
@@ -73,6 +76,14 @@ def test_any_correction(correction: CorrectionSpec, rows: Rows, spare: list[int]
         (torch.arange(rows.mask.numel()) % 5).reshape(rows.mask.shape) if by_token else torch.arange(len(lengths)) % 5
     )
     same(correction, rows, lengths, ages)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_nth_by_default(3, itertools.product(sorted(PRESETS), (torch.float64, torch.bfloat16)))
+)
+def test_every_preset(name: str, dtype: torch.dtype) -> None:
+    rows, lengths = noisy()
+    same(PRESETS[name], rows.to(dtype), lengths)
 
 
 EVERY_LEVEL = [
