@@ -124,7 +124,7 @@ def test_tool_tokens_and_padding_are_no_length() -> None:
 )
 def test_it_is_proved(place: str, estimator: str, by_std: bool, kind: str) -> None:
     made = penalty(kind, place=place, estimator=estimator, by_std=by_std, coefficient=0.02)
-    rows: Rows = [*ALL_RIGHT, *MIXED, ("alone", 5, 1.0), ("short", 3, 0.0), ("short", 3, 0.0)]
+    rows: Rows = [*ALL_RIGHT, *MIXED, ("alone", 5, 1.0), ("pair", 3, 0.0), ("pair", 4, 1.0)]
     view, without = make_batch(rows), plain(rows, name=estimator, by_std=by_std)
     moved = shape(view, made, name=estimator, by_std=by_std) - without
     found = judge(made, view)

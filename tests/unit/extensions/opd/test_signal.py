@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.extensions.opd.distillation import check_repeated, check_teacher
+from recipe.offpolicy.extensions.opd.distillation import build_alignment, check_repeated, check_teacher
 from recipe.offpolicy.extensions.opd.signal import (
     OpdReport,
     advantages,
@@ -21,6 +21,7 @@ from recipe.offpolicy.extensions.opd.signal import (
     k2_loss,
     summarize_reports,
 )
+from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
 from recipe.offpolicy.proof.verify import LivenessError
 
 ON = torch.tensor([[False, True, True], [False, False, False]])
@@ -158,3 +159,22 @@ def test_a_row_that_is_scored_again_has_to_get_the_same_answer() -> None:
         check_repeated(first, [-0.1, -2.3, -8.1, -math.inf], "row 1")
     with pytest.raises(LivenessError, match=r"differ by 1\.2 nats"):
         check_repeated(first, [*first[:3], -3.0], "row 1")
+
+
+def test_a_teacher_of_other_tokens_stops_once_there_are_rows_enough() -> None:
+    """A useful one does not, nor one that may be unrelated."""
+
+    def judge(fault: Callable[[Tensor], Tensor], *, allow_unrelated: bool = False) -> None:
+        checker = build_alignment(allow_unrelated=allow_unrelated)
+        torch.manual_seed(99)
+        for update in range(24):
+            student, teacher, scored = student_and_teacher(noise=3.0, seed=update)
+            checker.judge(tally_agreements(student, fault(teacher), scored))
+
+    def draw(teacher: Tensor) -> Tensor:
+        return -3 * torch.rand(teacher.shape)
+
+    judge(lambda teacher: teacher)
+    judge(draw, allow_unrelated=True)
+    with pytest.raises(AlignmentError, match="the teacher's log-probs belong to other sequences"):
+        judge(draw)

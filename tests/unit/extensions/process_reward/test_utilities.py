@@ -19,10 +19,12 @@ from recipe.offpolicy.extensions.process_reward.utilities import (
     build_utilities,
     check_values,
     compute_covered,
+    find_waste,
     read_values,
     summarize_advantages,
     summarize_cost,
     summarize_values,
+    summarize_waste,
     token_advantages,
 )
 from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError
@@ -200,3 +202,14 @@ def test_the_share_of_the_process_part_counts_response_tokens() -> None:
     found = summarize_advantages(outcome, process, torch.tensor([[1, 1, 0]]))
     assert found["advantage/share"] == pytest.approx(2 / 8)
     assert found["advantage/outcome_std"] == found["advantage/process_std"] == pytest.approx(math.sqrt(2))
+
+
+def test_waste_by_hand() -> None:
+    """Utilities 0, 1 and 0.005; an episode between two values at the floor is unknown."""
+    rows = [RowValues([2, 5, 6], [-1.5, -1.5, -0.5, -0.495]), RowValues([1, 4], [-20.0, -20.0, -3.0])]
+    found = build_utilities(rows, torch.arange(6) < torch.tensor([6, 4])[:, None])
+    assert find_waste(found, 0.01, -20.0).nonzero().tolist() == [[0, 1], [0, 5]]
+    assert find_waste(found, 0.0, -20.0).nonzero().tolist() == [[0, 1]]
+    # Two of five episodes, with 2 and 1 of 10 tokens.
+    metrics = summarize_waste(found, find_waste(found, 0.01, -20.0))
+    assert (metrics["waste/share"], metrics["waste/token_share"]) == (0.4, 0.3)
