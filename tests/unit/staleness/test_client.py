@@ -92,7 +92,7 @@ def test_another_client_is_left_alone_and_said(caplog: pytest.LogCaptureFixture)
     client = Own(config())
     with caplog.at_level(logging.WARNING):
         assert ours.note_versions(client) is client
-    assert "is Own: versions of the weights are known only per sequence" in caplog.text
+    assert "is Own, so versions of the weights are known only per sequence" in caplog.text
 
 
 def test_the_client_keeps_what_verl_gave_it_and_can_be_sent() -> None:
