@@ -20,8 +20,8 @@ from .teacher_client import REFUSED, Row, TeacherClient, TeacherError, explain_k
 PATIENCE = 10.0
 """Seconds to wait for an answer during the start-up checks."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Nats by which a log-prob may differ between two requests. A larger difference than in float32 is reported; one larger
-than in bfloat16 is rejected."""
+"""Nats by which a log-prob may differ between two requests. A difference above the float32 limit is reported; a teacher
+above the bfloat16 limit is rejected."""
 PROBES = (
     *(
         "the quick brown fox",
@@ -183,7 +183,7 @@ def _find_conflicts(section: str, settings: OpdSettings, run: Configured) -> Ite
     rollouts, share = count_rollouts(run), settings.eligible.max_pass_rate
     if rollouts > 1 and 0 < share * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
-        reason = f"with {rollouts} rollouts per prompt, the smallest pass rate above 0 is {least:g}; this acts like 0."
+        reason = f"this acts like 0: with {rollouts} rollouts per prompt, the smallest pass rate above 0 is {least:g}."
         fix = f"Set {key}={least:g} to include prompts with one passing rollout, or {key}=0 to exclude them."
         yield run.problem(key, reason, fix, {key: least}, (), "NO-OP", value=share)
     if run.get(key := "algorithm.filter_groups.enable"):
