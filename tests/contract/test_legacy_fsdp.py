@@ -22,39 +22,12 @@ def patch() -> Any:
     return fsdp_actor.PATCH
 
 
-def names() -> list[str]:
-    return [
-        "dp_actor.get_policy_loss_fn",
-        "dp_actor.agg_loss",
-        "dp_actor.kl_penalty",
-        "rollout_corr_metrics",
-        "dp_actor.prepare_dynamic_batch",
-        "dp_actor.forward_micro_batch",
-        "dp_actor.update_policy",
-    ]
-
-
-def contract(patch: Any, name: str) -> Any:
-    return next(each for each, _ in patch.wrappers if each.name == name)
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_target_is_where_it_was_before_and_after_installation(patch: Any, name: str) -> None:
-    contract(patch, name).check()
-    patch.install()
-    contract(patch, name).check()
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_moved_target_is_named(patch: Any, name: str) -> None:
-    from verl_patches import PatchError
-
-    moved = replace(contract(patch, name), signature="(self, something_else)")
-    with pytest.raises(PatchError, match=f"patch '{name}': the target verl.* has changed"):
-        moved.check()
-    gone = replace(moved, target=f"{moved.target}_2")
-    with pytest.raises(PatchError, match="nothing of that name"):
-        gone.check()
+def test_targets_are_where_they_were_before_and_after_installation(patch: Any) -> None:
+    for _ in range(2):
+        for contract, _ in patch.wrappers:
+            contract.check()
+        patch.install()
+    assert len(patch.wrappers) == 7
 
 
 def test_nothing_is_wrapped_where_a_target_has_moved(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from verl_patches import worker_seams
-from verl_patches.contract import PatchError
 
 
 @pytest.fixture
@@ -34,10 +32,3 @@ def test_padded_ones_are_the_answer_and_others_are_verls_to_pad(no_padding_2_pad
     rows = [torch.tensor([9.0, 1.0, 9.0]), torch.tensor([2.0, 3.0, 9.0])]
     found = no_padding_2_padding(torch.nested.as_nested_tensor(rows, layout=torch.jagged), data)
     assert found.tolist() == [[1.0, 0.0], [2.0, 3.0]]
-
-
-def test_a_moved_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = replace(worker_seams.PADDING, name="another", target="verl.workers.utils.losses:pad")
-    monkeypatch.setattr(worker_seams, "PADDING", moved)
-    with pytest.raises(PatchError, match=r"verl\.workers\.utils\.losses:pad has changed"):
-        worker_seams.accept_padded()

@@ -28,6 +28,7 @@ from scripts.benchmark.simulated_parts import build_note
 from tests.support import specs
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
+from tests.support.examples import each_nth_by_default
 from tests.support.first_update import adapter
 from verl.utils import tensordict_utils as tu
 
@@ -148,7 +149,7 @@ def correct(plain: dict[str, Any], size: int, *, prove: bool = False) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [*((8, layout) for layout in tw.LAYOUTS), pytest.param(tw.VOCABULARY, tw.LAYOUTS[1], marks=pytest.mark.extended)],
+    each_nth_by_default(2, zip((8, tw.VOCABULARY, 8), tw.LAYOUTS, strict=True)),
     ids=str,
 )
 def test_the_gradient_is_the_stated_formulas(

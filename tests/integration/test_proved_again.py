@@ -68,11 +68,6 @@ def test_a_healthy_run_is_proved_at_regular_updates(engine: Any, dealt: dict[str
     assert [trainer.update(**dealt) for _ in range(6)] == [8, 0, 1, 0, 1, 0]
 
 
-def test_never_again(engine: Any) -> None:
-    trainer = Trainer(engine, prove_every=0)
-    assert [trainer.update() for _ in range(4)] == [8, 0, 0, 0]
-
-
 def test_an_update_that_shows_nothing_is_made_up_for(engine: Any) -> None:
     trainer = Trainer(engine)
     assert [trainer.update(advantage=0.0 if step in (0, 3) else None) for step in range(6)] == [8, 8, 0, 1, 1, 0]

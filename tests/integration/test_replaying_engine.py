@@ -22,6 +22,7 @@ from recipe.offpolicy.replay.fsdp_engine import REPORT
 from recipe.offpolicy.replay.routed_model import install_replay
 from tests.support import replaying_worker as rw
 from tests.support import training_worker as tw
+from tests.support.examples import each_nth_by_default
 from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -85,7 +86,10 @@ def unproved(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     return start("R3")
 
 
-@pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
+layouts = pytest.mark.parametrize("layout", each_nth_by_default(2, tw.LAYOUTS), ids=str)
+
+
+@layouts
 def test_own_routes_are_the_plain_engine_to_the_bit(
     start: Callable[..., Any], rows: tw.Rollout, data: TensorDict, layout: dict[str, Any]
 ) -> None:

@@ -174,10 +174,6 @@ def each_weight(**changes: Any) -> Change:
     return change
 
 
-def no(part: str) -> Change:
-    return lambda spec, batch: (replace(spec, **{part: None if part == "weight" else ()}), batch)
-
-
 def reads(column: str, read: Callable[[Any], torch.Tensor]) -> Change:
     return lambda spec, batch: (spec, replace(batch, **{column: read(batch)}))
 
@@ -187,13 +183,10 @@ WEIGHTS: dict[str, Any] = {
 }
 DECISIONS: dict[str, tuple[dict[str, Any], Change]] = {
     "sum instead of mean": (SPEC, each_mask(aggregate="product")),
-    "full ratio instead of the others": (SPEC, each_mask(ratio="full")),
     "wrong sign of the advantage": (SPEC, each_mask(when="positive")),
     "a wider band": (SPEC, each_mask(lower=0.5, upper=None, delta=None)),
-    "no mask": (SPEC, no("masks")),
-    "no weight": (SPEC, no("weight")),
+    "no weight": (SPEC, lambda spec, batch: (replace(spec, weight=None), batch)),
     "product instead of token weights": (SPEC, each_weight(level="sequence")),
-    "another cap": (SPEC, each_weight(upper=1.25)),
     "weights whatever the advantage": (WEIGHTS, lambda spec, batch: each_weight(when="any")(keep_first(spec), batch)),
     "weights by the sign of each token": (WEIGHTS, each_weight(sign="token")),
     "pi_old replaced by pi": (SPEC, reads("old_log_prob", lambda batch: batch.log_prob.detach())),
@@ -222,7 +215,6 @@ PENALTY: dict[str, Any] = {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "
     "tamper",
     [
         pytest.param(lambda squares, batch: squares.detach(), id="without a gradient"),
-        pytest.param(lambda squares, batch: 0.5 * squares, id="half of it"),
         pytest.param(lambda squares, batch: squares * (batch.advantages > 0), id="masked"),
     ],
 )

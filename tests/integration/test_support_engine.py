@@ -21,6 +21,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
+from tests.support.examples import each_nth_by_default
 from verl.workers.utils.losses import ppo_loss
 
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -93,7 +94,10 @@ def enumerate_log_probs(dense_model: Path, rows: tw.Rollout, supports: Supports,
     return found
 
 
-@pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
+layouts = pytest.mark.parametrize("layout", each_nth_by_default(2, tw.LAYOUTS), ids=str)
+
+
+@layouts
 def test_log_probs_are_those_over_the_support(
     start: Callable[..., Any],
     dense_model: Path,
@@ -113,7 +117,7 @@ def test_log_probs_are_those_over_the_support(
     assert {"offpolicy_full_log_probs", "offpolicy_withheld"}.isdisjoint(output.keys())
 
 
-@pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
+@layouts
 def test_whole_supports_are_the_plain_engine_to_the_bit(
     start: Callable[..., Any], rows: tw.Rollout, layout: dict[str, Any]
 ) -> None:
@@ -132,7 +136,7 @@ def test_whole_supports_are_the_plain_engine_to_the_bit(
     assert report_of(metrics).largest == tw.VOCABULARY
 
 
-@pytest.mark.parametrize("layout", tw.LAYOUTS, ids=str)
+@layouts
 def test_the_gradient_is_that_of_the_truncated_policy(
     start: Callable[..., Any], dense_model: Path, on_policy: tw.Rollout, supports: Supports, layout: dict[str, Any]
 ) -> None:

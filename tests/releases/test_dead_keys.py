@@ -80,19 +80,6 @@ def test_verl_edits_the_trainers_copy_of_a_configuration_that_workers_already_ha
     assert moved["trainer"].tolist() == [True, True, False, False]
 
 
-@pytest.mark.verl(">=0.9")
-def test_the_v1_trainer_hands_bypass_to_no_worker() -> None:
-    import verl
-
-    trainers = Path(verl.__file__).parent / "trainer" / "ppo"
-    assert "apply_bypass_mode(" in (trainers / "ray_trainer.py").read_text()
-    for name in ("trainer_base.py", "trainer_separate_async.py"):
-        source = (trainers / "v1" / name).read_text()
-        assert "bypass_mode" in source
-        assert "apply_bypass_mode" not in source
-        assert "policy_loss" not in source
-
-
 def test_a_worker_without_the_keys_takes_verls_dataclass_and_with_one_of_them_the_yamls_null(base: DictConfig) -> None:
     bare = worker_config(changed(base, {LOSS_MODE: "bypass_mode"}).actor_rollout_ref.actor)
     assert bare.policy_loss.rollout_correction.get("rollout_is", None) == "sequence"
@@ -154,23 +141,6 @@ def test_verls_engine_worker_replays_by_one_key_alone(
 
 
 RELEASE = importlib.metadata.version("verl")
-READERS = {
-    "use_rollout_log_probs": {"0.7.1": ["dp_actor.py"]},
-    "actor.router_replay": {"0.7.1": ["megatron_workers.py"]},
-    "replay_file": {},
-    "rollout_token_veto_threshold": {},
-}
-"""Keys of verl's dataclasses, or of earlier releases -> the files that read them, by release; empty for none."""
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_nothing_else_in_verl_reads_these_names(name: str) -> None:
-    import verl
-
-    root = Path(verl.__file__).parent
-    sources = {path for path in root.rglob("*.py") if {"config", "experimental"}.isdisjoint(path.parts)}
-    assert len(sources) > 100
-    assert [path.name for path in sources if name in path.read_text()] == READERS[name].get(RELEASE, [])
 
 
 def test_verl_takes_no_log_probs_by_default_up_to_0_8() -> None:

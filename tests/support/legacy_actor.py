@@ -195,6 +195,46 @@ def distance(one: Parameters, other: Parameters, start: Parameters) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in start) / move
 
 
+Settings = dict[str, Any]
+EXACT = 1e-10
+"""Of updates in float64, relative to the greatest move of a parameter."""
+KL: Settings = dict(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+TWO_STEPS: Settings = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
+DYNAMIC: Settings = dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=17)
+
+
+def corrected(mapping: Settings, batch: Any = None, *, prove: bool = False, **config: Any) -> Parameters:
+    """Parameters after the actor's update with the correction."""
+    return update(mapping, batch, prove=prove, **config)[0]
+
+
+def update(
+    mapping: Settings, batch: Any = None, *, prove: bool = True, sent: Settings | None = None, **config: Any
+) -> tuple[Parameters, Settings]:
+    batch = rollout() if batch is None else batch
+    made = actor(**config)
+    mode, rows = made.config.loss_agg_mode, made.config.ppo_mini_batch_size
+    data = handed(batch, mapping, prove=prove, mode=mode, mini_rows=rows, **(sent or {}))
+    return moved(made, data)
+
+
+def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:
+    """What the trainer makes of the first update."""
+    from tensordict import TensorDict
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.sampled_rows import compute_sampled_checksums
+
+    batch = rollout() if batch is None else batch
+    sampled = compute_sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
+    _, metrics = update(mapping, batch, **config)
+    epochs = config.get("ppo_epochs", 1)
+    return verify(take_packets(metrics), CorrectionSpec.from_mapping(mapping), sampled_rows=sampled, epochs=epochs)
+
+
 # The plain update -------------------------------------------------------------------------------------------
 
 
