@@ -74,13 +74,9 @@ def test_verls_trainer_logs_with_flush_and_its_logger_refuses_it_until_it_is_pat
         "module.logger.info('started with %s', 3, flush=True)\n"
         "module.logger.warning('warned')\n"
         "print(t.SEPARATE_ASYNC_LOGGER.in_force())\n"
-        "del module.logger\n"
-        "try: t.let_logger_flush()\n"
-        "except Exception as error: print(type(error).__name__, error)\n"
     )
-    refused, started, warned, state, moved = out.splitlines()[-5:]
+    refused, started, warned, state = out.splitlines()[-4:]
     assert "unexpected keyword argument 'flush'" in refused
     assert started == "verl.trainer.ppo.v1.trainer_separate_async started with 3"
     assert warned == "verl.trainer.ppo.v1.trainer_separate_async warned"
     assert state == "True"
-    assert moved.startswith("PatchError patch 'separate_async_logger': the target verl.trainer.ppo.v1")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.seals import hash_model_input
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording.run import RecordSettings
-from recipe.offpolicy.worker.loss import OffPolicyLoss
-from tests.integration.test_recorder import recorded, shipped
 from tests.support import images as im
 from tests.support import training_worker as tw
 from tests.support.first_update import first_update
@@ -53,25 +48,6 @@ def test_the_correction_is_proved_where_some_rows_have_images(worker: Any, micro
     verdict = first_update(worker, STACK, rollout=im.make_rollout(), micro_batch_size=micro_batch_size)
     assert verdict["proved"] == 1.0
     assert verdict["rows"] == 8.0
-
-
-def test_rows_with_images_are_recorded_with_their_own_tokens(worker: Any, tmp_path: Path) -> None:
-    rows = im.make_rollout()
-    tw.add_log_probs(worker, rows, mismatch=0.2)
-    rows.versions = [4] * 8
-    loss = OffPolicyLoss(SPEC, tw.actor_config(), record=RecordSettings.at(str(tmp_path)))
-    tw.gradients(worker, loss, shipped(rows), micro_batch_size=2)
-    found = recorded(tmp_path).rows
-    assert len(found) == 8
-    for row in range(8):
-        tokens = slice(found.offsets[row], found.offsets[row + 1])
-        length = tokens.stop - tokens.start
-        for column, own in (
-            (found.response_ids, rows.responses[row]),
-            (found.rollout_log_prob, rows.rollout_log_probs[row]),
-            (found.old_log_prob, rows.old_log_probs[row]),
-        ):
-            np.testing.assert_array_equal(column[tokens], own[:length].numpy())
 
 
 def test_padded_rows_are_read_as_nested_ones(worker: Any) -> None:
