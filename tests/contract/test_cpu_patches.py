@@ -140,7 +140,10 @@ def test_fsdp1_broadcasts_a_model_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_vllm_keeps_its_weights_whichever_is_imported_first() -> None:
+@pytest.mark.parametrize(
+    "first", ["vllm.model_executor.layers.utils", pytest.param("verl", marks=pytest.mark.extended)]
+)
+def test_vllm_keeps_its_weights_whichever_is_imported_first(first: str) -> None:
     """A linear layer keeps its weight after vLLM has packed it, so a later weight synchronisation can write to it."""
     pytest.importorskip("vllm")
     pack = (
@@ -150,12 +153,11 @@ def test_vllm_keeps_its_weights_whichever_is_imported_first() -> None:
         "utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)\n"
         "print(tuple(layer.weight.shape), __import__('verl_patches').status()['cpu']['vllm_weights'])\n"
     )
-    verl_first = ok(f"import verl\n{pack}", **CPU)
-    vllm_first = ok(f"import vllm.model_executor.layers.utils\nimport verl\n{pack}", **CPU)
-    assert verl_first.splitlines()[-1] == vllm_first.splitlines()[-1] == "(64, 64) in force"
+    assert ok(f"import {first}\nimport verl\n{pack}", **CPU).splitlines()[-1] == "(64, 64) in force"
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_vllms_experts_are_patched_when_they_are_imported() -> None:
     """vLLM's CPU kernel for experts returns routes, and passes the expert ids to vLLM's capture."""
     pytest.importorskip("vllm")

@@ -135,6 +135,7 @@ def table_of(printed: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_table_shows_every_contract_and_that_it_holds() -> None:
     done = python(TABLE.format(before=""), **CPU, VERL_USE_EXTERNAL_MODULES="verl_patches.cpu")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -10,7 +10,6 @@ import torch
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.seals import hash_model_input
-from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import images as im
 from tests.support import training_worker as tw
 from tests.support.first_update import first_update
@@ -19,7 +18,6 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 pytestmark = [pytest.mark.verl(">=0.9.1"), pytest.mark.usefixtures("recorder_clock")]
-SPEC = CorrectionSpec.from_mapping(STACK)
 
 
 @pytest.fixture(scope="module")

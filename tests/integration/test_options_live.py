@@ -94,7 +94,7 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
 
 
 def micro_batch(
-    spec: CorrectionSpec, lengths: Sequence[int], *, dtype: torch.dtype = torch.float32, mismatch: float = 0.02
+    spec: CorrectionSpec, lengths: Sequence[int], *, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], TensorDict]:
     """(model_output, data) of log-probs alone, padded, as the engine hands them to its loss; rows have two turns."""
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def micro_batch(
     mask = whole.clone()
     mask[:, 10:20] = False
     pi = -3 * torch.rand(rows, width, generator=generator) - 0.01
-    mu = (pi + mismatch * torch.randn(rows, width, generator=generator)).to(dtype)
+    mu = (pi + 0.02 * torch.randn(rows, width, generator=generator)).to(dtype)
     prompt = torch.ones(rows, 1, dtype=torch.int64)
     columns: dict[str, Any] = {
         "prompts": prompt,

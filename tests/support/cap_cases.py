@@ -18,7 +18,6 @@ from tests.support.corrections import TIS, spec
 CAPPED = spec(weight=TIS)
 SPREAD = [0.0, 0.0, 0.0, math.log(3.0)] * 5
 """The ESS is 0.9 under a cap of 1.95325, see ``test_cap.test_the_cap_of_four_tokens_by_hand``."""
-EVEN = [0.0] * 20
 
 
 def config(correction: CorrectionSpec, **values: Any) -> DictConfig:

@@ -11,7 +11,6 @@ from tests.support.short_keys import read_changes
 
 VERLS = "verl.trainer.main_ppo"
 ROLLOUT = "actor_rollout_ref.rollout"
-ACTOR = "actor_rollout_ref.actor"
 VERL = "algorithm.rollout_correction"
 TIS_OF_VERL: dict[str, Any] = {f"{VERL}.rollout_is": "token"}
 

@@ -84,9 +84,7 @@ def actor(module: Any = None, *, learning_rate: float = LEARNING_RATE, **changes
     return DataParallelPPOActor(actor_config(**changes), module, optimizer)
 
 
-def rollout(
-    dtype: torch.dtype = torch.float64, lengths: tuple[int, ...] = LENGTHS, *, mismatch: float = MISMATCH
-) -> dict[str, Tensor]:
+def rollout(dtype: torch.dtype = torch.float64, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
     """A batch as verl's trainer ships it, by column; the fourth token of a response of seven is a tool's.
 
     pi_old is near the model's own policy but not it, as after another update; mu is further away.
@@ -116,7 +114,7 @@ def rollout(
     old = log_probs + noise(0.1)
     columns = {
         "old_log_probs": old,
-        "rollout_log_probs": old + noise(mismatch),
+        "rollout_log_probs": old + noise(MISMATCH),
         "ref_log_prob": log_probs + noise(0.2),
         "advantages": advantages * mask,
     }

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from tests.support.corrections import GSM, TIS, opsm
-
-STACK: dict[str, Any] = {"weight": TIS, "masks": {"gsm": GSM, "opsm": opsm(0.1)}, "allow_truncated_sampling": False}
+from tests.support.corrections import GSM, TIS
 
 
 def refused(mapping: Any, *parts: str) -> str:
