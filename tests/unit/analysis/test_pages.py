@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipe.offpolicy.analysis import AnalysisError, plotting
+from recipe.offpolicy.analysis import AnalysisError
 from recipe.offpolicy.analysis.page import render_page
 from recipe.offpolicy.analysis.plotting import Axis, Mark, Panel, check_target
 from recipe.offpolicy.analysis.table import Column, Table, fit_to_width
@@ -44,12 +44,6 @@ def test_the_policy_names_the_scripts_of_panels_and_no_other() -> None:
     assert len(digests) == 3
     assert re.findall("'sha256-([^']*)'", html) == digests
     assert "script-src 'none'" in render_page("p", {})
-
-
-def test_series_that_are_equal_are_one_line() -> None:
-    nan = float("nan")
-    series = {"tokens": [1.0, 0.5, nan], "rows": [1.0, 0.6, nan], "ESS": [1.0, 0.5, nan], "left": [1.0, 0.5, 0.1]}
-    assert list(plotting.merge_equal_series(series)) == ["tokens, ESS", "rows", "left"]
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,6 @@ def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 def ask_launch(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     """Ask of a script of ``launch_kinds``, from a root like that of a checkout of verl, with recipes of its own."""
     verl = importlib.util.find_spec("verl")
-    assert verl is not None
-    assert verl.origin is not None
     (tmp_path / "verl" / "trainer").mkdir(parents=True)
     (tmp_path / "verl" / "trainer" / "config").symlink_to(Path(verl.origin).parent / "trainer" / "config")
     (tmp_path / "own_recipe").symlink_to(LAUNCHES / "own_recipe")

@@ -15,6 +15,7 @@ from recipe.offpolicy.preflight.own_keys import list_groups, list_paths
 from recipe.offpolicy.preflight.python_source import OURS, VERLS
 from tests.support.applications import NEEDED
 from tests.support.doctor_answer import Ask
+from tests.support.examples import each_nth_by_default
 
 pytestmark = pytest.mark.verl(">=0.9")
 
@@ -114,14 +115,7 @@ def judge_in_words(launch: Launch) -> str:
 
 
 @pytest.mark.usefixtures("ask")
-@pytest.mark.parametrize(
-    "seed",
-    [
-        *range(2),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)),
-        *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.extended]) for seed in range(6, 150)),
-    ],
-)
+@pytest.mark.parametrize("seed", each_nth_by_default(30, range(150)))
 def test_a_random_command_line_is_answered_in_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy import main_offpolicy
 

@@ -78,25 +78,6 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("launch", "given", "said"),
-    [
-        ("verl.trainer.main_ppo a.b=$1", ("8", "9"), "9 does not reach the launch"),
-    ],
-)
-@pytest.mark.verl(">=0.8")
-def test_the_text_of_a_script_is_judged_before_torch_is_imported(
-    launch: str, given: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"python3 -m {launch}\n")
-    done = program(tmp_path, "-c", WATCHED, "--script", str(script), *given)
-    assert done.returncode == 2
-    assert said in done.stdout
-    (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
-    assert {"torch", "verl", "hydra"}.isdisjoint(imported)
-
-
 def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise KeyError("first\nsecond")

@@ -69,7 +69,6 @@ def test_ways_to_launch(call: str, tmp_path: Path) -> None:
         ("import hydra", 'hydra.main("conf", "own", None)'),
         ("from hydra import main", 'main(config_path="conf", config_name="own")'),
         ("from hydra import main as cli", 'cli("conf", config_name="own")'),
-        ('import hydra\nNAME = "own"', 'hydra.main(config_path="conf", config_name=NAME)'),
     ],
 )
 def test_the_decorator_of_an_own_main(imported: str, called: str, tmp_path: Path) -> None:

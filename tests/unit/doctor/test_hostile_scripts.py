@@ -23,7 +23,6 @@ ENDLESS = {
     "a function that calls itself": "f() { f; }; f",
     "a script that sources itself": "source run.sh",
     "printed without an end": "X=$(for a in $(seq 9999); do cat /etc/services /etc/passwd; done)",
-    "a number that grows": "launch $((" + "(" * 20 + "9" + "**62)" * 20 + "))",
     "an expression that goes back": "[[ " + "a" * 60 + "! =~ ^(a+)+$ ]]",
 }
 

@@ -96,7 +96,6 @@ def test_one_paste_mends(name: str) -> None:
     [
         {"weight": TIS, "weights": {"a": SIGNED}},
         {"weights": {"a": SIGNED, "b": SIGNED}},
-        {"masks": "gsm"},
         {"kl_weight": {"ratio": "ppo", "upper": None}, "kl_clip": {"lower": 0.8, "upper": 1.2}},
         {"weight": TIS | {"zzz": 3.0}},
     ],

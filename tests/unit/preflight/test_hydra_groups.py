@@ -16,7 +16,6 @@ from recipe.offpolicy.preflight.hydra_groups import (
     AUTO,
     EMPTY,
     check_stack,
-    force_own_keys,
     load_option,
     read_chosen_options,
 )
@@ -89,14 +88,3 @@ def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
 def test_a_deleted_group(overrides: list[str], folder: Path) -> None:
     with application(*overrides, folder=folder), pytest.raises(SpecError, match="Set correction=none"):
         read_chosen_options()
-
-
-@pytest.mark.parametrize(
-    "given", [["opd=advantage", "x=1", "opd=loss"], ["opd=[advantage,loss]"], ["opd=loss", "opd=loss"]]
-)
-def test_modes_of_an_extension_do_not_stack(given: list[str]) -> None:
-    with pytest.raises(
-        SpecError, match=r"opd=\[\w+,loss\]: options of opd do not stack.*Choose one of them: opd=loss\."
-    ):
-        force_own_keys(given)
-    assert force_own_keys(["opd=loss", "opd.coef=1"]) == ["opd=loss", "opd.coef=1"]
