@@ -241,6 +241,12 @@ def test_a_tied_tensor_that_is_refused_alone_is_left_out() -> None:
         load_observed(load, sources, [("other", torch.ones(1))])
 
 
+def test_quantised_weights_are_not_judged(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    observe_update(world.server.load, world.server.worker, world.weights(), None, False, quantised=True)
+    world.judge()
+    assert "quantises" in caplog.text
+
+
 def test_an_engine_that_merges_lora_is_weighed_as_it_sends(world: World) -> None:
     """What is sent is no parameter of the module: base and adapter together."""
     merged = [("w", torch.tensor([1.0, 2.0]))]

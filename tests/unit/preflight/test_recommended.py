@@ -1,4 +1,4 @@
-"""One recommendation for asynchronous and stale data, in the code and in the documents."""
+"""A run whose correction keeps no stale token logs the recommended correction once."""
 
 from __future__ import annotations
 
@@ -6,24 +6,9 @@ import logging
 
 import pytest
 
-from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.monitor.alarms import StaleRowsWatch
-from recipe.offpolicy.preflight.checks.staleness import warn_asynchronous
-from recipe.offpolicy.preflight.composed import Composed
-from tests.support.applications import NEEDED, application
 
 LINE = "correction=opsm correction.masks.opsm.delta=0.1"
-
-
-@pytest.mark.verl("==0.9.1")
-def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
-    with application("correction=none", "trainer.v1.trainer_mode=colocate_async", *NEEDED) as config:
-        (note,) = warn_asynchronous(Composed(config, CorrectionSpec()))
-    assert note.verdict == "NOTE"
-    assert LINE in note.fix
-
-
-# Bounds for equal weights meet stale rows ---------------------------------------------------------------------
 
 
 def test_a_run_that_keeps_no_stale_token_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
