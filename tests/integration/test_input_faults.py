@@ -18,7 +18,6 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import first_update as shared
 from tests.support import training_worker as tw
-from tests.support.examples import each_nth_by_default
 from tests.support.specs import GSM, TIS_TOKEN
 from verl.utils import tensordict_utils as tu
 
@@ -229,9 +228,7 @@ def test_other_versions_of_tokens_stop_in_the_worker(engine: Any, sent_by_token:
             update(engine, data, first=first, mapping=mapping)
 
 
-@pytest.mark.parametrize(
-    "fault", each_nth_by_default(2, ((fault,) for fault in OF_INPUTS)), ids=lambda fault: f"{fault.what} {fault.how}"
-)
+@pytest.mark.parametrize("fault", OF_INPUTS, ids=lambda fault: f"{fault.what} {fault.how}")
 def test_it_stops_in_the_worker(engine: Any, sent: Any, fault: Fault) -> None:
     for first in (True, False):
         data = sent.clone(recurse=False)

@@ -197,6 +197,17 @@ def test_the_references_forward_is_native(unproved: Any, plain: Any, data: Tenso
     assert "offpolicy_routing" not in metrics
 
 
+def test_rows_that_are_too_old_are_native(
+    start: Callable[..., Any], plain: Any, data: TensorDict, foreign: Tensor
+) -> None:
+    """In step 5, version 2 is two versions old."""
+    worker = start("R3", oldest=1)
+    metrics, found = gradients(worker, rw.flagged(rw.with_routes(data, foreign, version=2)))
+    assert tw.equal(found, gradients(plain, data)[1])
+    report = report_of(metrics)
+    assert (report.replayed, report.withheld) == ((0, 0, 0), len(foreign) - len(data))
+
+
 def test_replay_ends_with_the_call_also_where_it_fails(
     unproved: Any, plain: Any, data: TensorDict, foreign: Tensor
 ) -> None:

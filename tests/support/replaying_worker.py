@@ -42,14 +42,14 @@ def tiny_mixture(folder: Path) -> Path:
     return folder
 
 
-def start(model: Path, mode: str | None, **settings: Any) -> Any:
+def start(model: Path, mode: str | None, *, oldest: int | None = None, **settings: Any) -> Any:
     """A worker that replays; a plain one of verl's where ``mode`` is None."""
     from recipe.offpolicy.replay.batch_routes import ReplaySettings
     from recipe.offpolicy.replay.fsdp_engine import install_in_worker
 
     worker = tw.start_worker(model, layer="Qwen3MoeDecoderLayer", **settings)
     if mode is not None:
-        install_in_worker(SimpleNamespace(actor=worker), ReplaySettings(mode, None))  # type: ignore[arg-type]
+        install_in_worker(SimpleNamespace(actor=worker), ReplaySettings(mode, oldest))  # type: ignore[arg-type]
     return worker
 
 
@@ -59,7 +59,7 @@ def draw_routes(tokens: int, seed: int = 3) -> Tensor:
     return scores.argsort(-1)[..., :TOP_K]
 
 
-def with_routes(data: TensorDict, routes: Tensor) -> Any:
+def with_routes(data: TensorDict, routes: Tensor, *, version: int = STEP - 1) -> Any:
     """Add routes (n, ...) of all tokens as a rollout brings them: none of each row's last token, and notes."""
     from recipe.offpolicy.replay.batch_routes import NOTE, ROUTES, hash_routes
 
@@ -68,7 +68,7 @@ def with_routes(data: TensorDict, routes: Tensor) -> Any:
     fields = []
     for place, row in enumerate(rows):
         rows[place] = torch.cat([row[:-1], torch.zeros_like(row[-1:])]).to(torch.int16)
-        versions = {"min_global_steps": STEP - 1, "max_global_steps": STEP - 1}
+        versions = {"min_global_steps": version, "max_global_steps": version}
         fields.append({NOTE: [len(row) - 1, hash_routes(row[:-1])], **versions})
     data[ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     data["extra_fields"] = NonTensorStack(*fields)
