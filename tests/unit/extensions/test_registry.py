@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.extensions.add_on import KEY, find_problems, load_extensions
+from recipe.offpolicy.extensions.add_on import KEY, SHIPPED, find_problems, load_extensions
+from tests.support.paths import ROOT
 
 NUDGE = "tests.support.nudge:Nudge"
 
@@ -36,3 +37,12 @@ def test_a_class_that_is_not_there_is_named_with_its_key(target: str) -> None:
         load_extensions(config)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == (f"{KEY}.nudge", target)
+
+
+@pytest.mark.parametrize("section", SHIPPED)
+def test_a_shipped_extension_has_options_a_default_and_a_place_in_the_documentation(section: str) -> None:
+    """Its group is off by default, so that `section=option` needs no plus sign."""
+    assert list((ROOT / "configs" / section).glob("*.yaml")), f"configs/{section} holds no option"
+    base: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "offpolicy_base.yaml"))
+    assert {section: None} in base["defaults"], f"configs/offpolicy_base.yaml does not list {section}"
+    assert f"`{section}`" in (ROOT / "docs" / "extensions.md").read_text()
