@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.micro_batch import check_engine, read
+from recipe.offpolicy.batch.micro_batch import MicroBatch, check_engine, check_seals, read
 from recipe.offpolicy.batch.padding import take_rows
-from recipe.offpolicy.batch.seals import SealError, build_seals, compare, seal_constant
+from recipe.offpolicy.batch.plan import SharedPlan, seal_batch
+from recipe.offpolicy.batch.seals import SealError, build_seals, compare, key_of, seal_constant
 from recipe.offpolicy.correction.statistics import fetch
 from tests.support.packed import packed
 
@@ -43,6 +47,32 @@ def test_untouched_columns_pass_and_rows_without_a_token_are_not_read() -> None:
     check({"scale": scale})
 
 
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "permuted": lambda column: column.roll(1, 0),
+    "shifted": lambda column: column.roll(1, 1),
+    "sign": torch.neg,
+    "one ulp": lambda column: torch.nextafter(column, torch.full((), 9.0)),
+    "nan": lambda column: torch.full_like(column, torch.nan),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_each_change_of_a_column_is_named(name: str, change: str) -> None:
+    changed = CHANGES[change](BY_TOKEN[name])
+    if torch.equal(changed * MASK, BY_TOKEN[name] * MASK):
+        pytest.skip("the same for every token that is read")
+    with pytest.raises(SealError, match=rf"^{name} changed .* sequences of the micro-batch\. Sequence \d"):
+        check({name: changed})
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_each_change_of_a_column_by_row_is_named(name: str) -> None:
+    with pytest.raises(SealError, match=f"^{name} changed .* in 3 of 4 sequences"):
+        check({name: BY_ROW[name] + 1})
+
+
 def test_another_plan_and_a_lost_column_are_named() -> None:
     with pytest.raises(SealError, match="the plan of another update reached the loss with 3 of 4 sequences"):
         check({}, plan=PLAN + 1)
@@ -58,6 +88,46 @@ def test_layouts_have_the_same_seals() -> None:
     tokens, there, *columns = (packed(each, [4, 3, 4, 3]) for each in (TOKENS, mask, *BY_TOKEN.values()))
     nested = build_seals(tokens, there, dict(zip(BY_TOKEN, columns, strict=True)))
     assert all(torch.equal(nested[name][mask.any(-1)], padded[name][mask.any(-1)]) for name in BY_TOKEN)
+
+
+def micro_batch(**changed: Tensor) -> MicroBatch:
+    """The columns above with their seals, as a loss reads them."""
+    columns = {
+        "responses": TOKENS,
+        "response_mask": MASK,
+        "rollout_log_probs": BY_TOKEN["old_log_probs"] / 2,
+        **BY_TOKEN,
+    }
+    rows = TensorDict({**columns, "offpolicy_teacher": BY_TOKEN["advantages"] / 3}, batch_size=4)
+    sealed = {name: rows[name] for name in (*BY_TOKEN, "rollout_log_probs", "offpolicy_teacher")}
+    plan = seal_batch(SharedPlan(step=3), rows, sealed)
+    rows = rows.update(changed)
+    return MicroBatch(
+        responses=rows["responses"],
+        response_mask=MASK.bool(),
+        rollout_log_prob=rows["rollout_log_probs"],
+        old_log_prob=rows["old_log_probs"],
+        log_prob=rows["old_log_probs"],
+        advantages=rows["advantages"],
+        plan=plan,
+        data=rows,
+    )
+
+
+def test_a_loss_checks_all_that_its_plan_tells_of() -> None:
+    untouched = check_seals(micro_batch())
+    assert untouched is not None
+    fetch([untouched])
+    for name in ("old_log_probs", "advantages", "rollout_log_probs", "offpolicy_teacher"):
+        changed = check_seals(micro_batch(**{name: torch.full((4, 4), -0.125)}))
+        assert changed is not None
+        with pytest.raises(SealError, match=f"^{name} changed"):
+            fetch([changed])
+    batch = micro_batch()
+    del batch.data[key_of("advantages")]
+    with pytest.raises(SealError, match="the checksums of advantages did not reach the loss"):
+        check_seals(batch)
+    assert check_seals(replace(batch, plan=SharedPlan(step=3))) is None
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])

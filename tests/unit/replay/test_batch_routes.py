@@ -22,7 +22,7 @@ from recipe.offpolicy.replay.batch_routes import (
     read_routes,
 )
 from recipe.offpolicy.replay.expert_choice import ReplayError
-from tests.support.mixtures import draw_routes
+from tests.support.mixtures import LAYERS, TOP_K, draw_routes
 
 LENGTHS = [3, 2, 4]
 STEP = 7
@@ -55,6 +55,35 @@ def layout(data: TensorDict, forwarded: torch.Tensor) -> TokenLayout:
 
 
 PACKED = torch.zeros(1, 9)
+FILLED_UP = torch.zeros(1, 12)
+PADDED = torch.zeros(3, 4)
+PLACES = {"packed": list(range(9)), "filled up": list(range(9)), "padded": [0, 1, 2, 4, 5, 8, 9, 10, 11]}
+FORWARDS = {"packed": PACKED, "filled up": FILLED_UP, "padded": PADDED}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_routes_are_laid_out_as_the_tokens_are(name: str) -> None:
+    data = batch()
+    where = layout(data, FORWARDS[name])
+    found = read_routes(data, where, "R3", STEP, None)
+    assert where.places.tolist() == PLACES[name]
+    assert found.routes.shape == (FORWARDS[name].numel(), LAYERS, TOP_K)
+    assert torch.equal(where.collect(found.routes), data[ROUTES].values())
+    assert where.collect(found.replayed).tolist() == [True, True, False, True, False, True, True, True, False]
+    # What fills the forward up has no routes.
+    assert int(found.replayed.sum()) == 6
+    assert found.size == 9 * LAYERS * TOP_K * 2
+
+
+def test_rows_that_are_too_old_are_withheld() -> None:
+    """In step 7 version 6 is 0 versions old, version 4 two."""
+    data = batch(versions=(6, 4, 5))
+    where = layout(data, PACKED)
+    found = read_routes(data, where, "R3", STEP, 1)
+    assert found.ages is not None
+    assert found.ages.tolist() == [0, 0, 0, 2, 2, 1, 1, 1, 1]
+    assert found.replayed.tolist() == [True, True, False, False, False, True, True, True, False]
+    assert int(found.withheld) == 1
 
 
 def test_a_row_is_as_old_as_its_oldest_token() -> None:
@@ -106,6 +135,16 @@ def test_routes_that_a_worker_recorded_come_with_a_hash_of_each_row() -> None:
     data[ROUTES] = nested([row.flip(0) for row in rows])
     with pytest.raises(ReplayError, match="these routes are not those with which the sequences were sampled"):
         check_checksums(data, layout(data, PACKED))
+
+
+def test_checksums_show_routes_of_another_row() -> None:
+    data = batch()
+    where = layout(data, PACKED)
+    assert check_checksums(data, where) == 3
+    rows = list(data[ROUTES].unbind())
+    rows[2] = rows[2].roll(1, 0)
+    with pytest.raises(ReplayError, match=r"1 of 3 sequences differ, so these routes .* position 2"):
+        check_checksums(changed(**{ROUTES: nested(rows)}), where)
 
 
 def test_routes_of_tokens_that_a_turn_renders_anew_are_its_own() -> None:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from recipe.offpolicy.replay.expert_choice import (
     ReplayError,
+    RoutedLayers,
     RouterSlot,
+    check_ids,
+    check_shape,
     find_scores,
 )
 
@@ -65,6 +68,9 @@ def test_a_choice_of_experts_is_told_from_other_calls(call: Any, is_choice: bool
     assert found is SCORES if is_choice else found is None
 
 
+LAYERS = RoutedLayers("Tiny", depth=4, layers=(1, 2, 3), experts=4, top_k=2)
+
+
 def routes() -> Tensor:
     return torch.tensor(
         [
@@ -74,3 +80,40 @@ def routes() -> Tensor:
         ],
         dtype=torch.int16,
     )
+
+
+def with_ids(row: int, layer: int, ids: list[int]) -> Tensor:
+    given = routes()
+    given[row, layer] = torch.tensor(ids)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
+        (routes()[:, 1:], r"shape \(3, 3, 2\).*include dense layers"),
+        (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
+    ],
+)
+def test_other_shapes_are_refused(given: Tensor, reason: str) -> None:
+    with pytest.raises(ReplayError, match=reason):
+        check_shape(given, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (with_ids(1, 2, [0, 4]), r"layer 2 name experts \[0, 4\] in row 1, but Tiny has experts 0 to 3"),
+        (with_ids(1, 1, [2, 2]), r"layer 1 name experts \[2, 2\] in row 1, which contain an expert"),
+        (
+            with_ids(2, 1, [2, 1]),
+            r"layer 2 name experts \[0, 0\] in row 2, which contain an expert.*2 \(row, layer\) pairs",
+        ),
+        (routes()[:, [1, 0, 2, 3]], r"layer 1 name experts \[0, 0\] in row 0, which contain an expert"),
+        (with_ids(0, 0, [2, 1]), r"layer 0 name experts \[2, 1\] in row 0, but layer\(s\) \[0\] of Tiny have no exp"),
+    ],
+)
+def test_ids_that_no_router_chooses_are_refused(given: Tensor, reason: str) -> None:
+    with pytest.raises(ReplayError, match=reason):
+        check_ids(given, (given != 0).flatten(1).any(1), LAYERS)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from recipe.offpolicy.batch.weight_versions import UNKNOWN, Chunk
 from recipe.offpolicy.staleness.ages import (
@@ -23,6 +26,7 @@ from recipe.offpolicy.staleness.ages import (
     read_tags,
     split_too_old,
 )
+from tests.support.examples import at_most
 
 
 def rows(*versions: int, padding: int = 0) -> list[RowTag]:
@@ -53,9 +57,7 @@ def test_a_row_has_the_limit_of_the_step_in_which_its_prompt_was_issued() -> Non
     row = RowTag("u_0_0", version=6, newest=6, issued=7, length=3, is_padding=False)
     older = RowTag("v_0_0", version=5, newest=5, issued=6, length=3, is_padding=False)
     assert find_too_old([row, older], 7, limit) == []
-    with pytest.raises(
-        StalenessError, match=r"sequence u_0_0 .*eta=0, which applied .* step 7, allows at most 0\. 1 of 2"
-    ):
+    with pytest.raises(StalenessError, match=r"sequence u_0_0 .*eta=0, which applied .* step 7, allows at most 0\. 1 of 2"):
         check_ages([row, older], 8, limit)
     again = AgeLimit(Fraction(1))
     again.restore(8, "0", limit.state())
@@ -116,3 +118,55 @@ def test_a_prompt_past_the_limit_stops() -> None:
     limit.issued(6, 1)
     with pytest.raises(RateLimitError, match=r"1 prompts were issued in step 1, .*eta=0\.5 allows 0 more"):
         limit.issued(1, 1)
+
+
+schedules = st.tuples(
+    st.sampled_from(["0", "0.1", "0.25", "0.5", "1", "1.5", "2", "3", "8"]),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+)
+"""eta as written, prompts of an update, updates in a step, steps, and a seed of what happens meanwhile."""
+
+
+@settings(max_examples=at_most(1000))
+@given(schedules)
+def test_the_limit_holds_and_no_schedule_ends_without_prompts(schedule: tuple[str, int, int, int, int]) -> None:
+    """Groups fail, are evicted and replaced, checkpoints are resumed with and without what waited: after every issue
+    the limit holds, and an update always finds a mini-batch of prompts.
+
+    Prompts are trained in the order of issue, so that the oldest is as old as the limit says and no older.
+    """
+    eta, prompts, updates, steps, seed = schedule
+    batch, chance = prompts * updates, random.Random(seed)
+    limit, ahead = RateLimit(float(eta), batch), Fraction(eta)
+    waiting: list[int] = []  # the step in which each was issued
+
+    def issue(step: int) -> None:
+        if (room := limit.room(step)) > 0:
+            limit.issued(room, step)
+            waiting.extend([step] * room)
+        version = step - 1
+        assert limit.account <= (version + 1 + ahead) * batch
+        assert (limit.account - 1) // batch <= version + math.ceil(ahead)
+
+    for step in range(1, steps + 1):
+        issue(step)
+        for _ in range(updates):
+            if gone := min(chance.choice([0, 0, 0, 1, 2, 6]), len(waiting)):
+                del waiting[chance.choice([slice(None, gone), slice(-gone, None)])]
+                limit.left(gone)
+                issue(step)
+            assert len(waiting) >= prompts
+            trained = waiting[:prompts]
+            del waiting[:prompts]
+            assert all(step - issued <= math.ceil(ahead) for issued in trained)
+        assert limit.account == step * batch + len(waiting)
+        if chance.random() < 0.2:
+            if chance.random() < 0.5:
+                waiting.clear()
+            limit = RateLimit(float(eta), batch)
+            limit.restore(step, len(waiting))
+            # verl issues again what was running.
+            waiting[len(waiting) // 2 :] = [step + 1] * (len(waiting) - len(waiting) // 2)
