@@ -26,7 +26,7 @@ Turns = list[list[tuple[int, int]]]
 
 
 def _at(place: int, change: Change) -> Change:
-    """Change one token, or one row of a column by row."""
+    """Change one token, or one row of a per-row column."""
 
     def changed(values: torch.Tensor) -> torch.Tensor:
         values = values.clone()
@@ -77,7 +77,7 @@ OF_CHUNKS: dict[str, Callable[[list[Turns]], list[Turns]]] = {
     "versions of other rows": lambda rows: rows[1:] + rows[:1],
     "swapped within a row": lambda rows: [[[(4, one), (3, other)]] for (((_, one), (_, other)),) in rows],
 }
-"""What happens to the chunks of rows whose first token version 3 sampled, and version 4 the others."""
+"""Changes of the chunks of rows whose first token was sampled by version 3 and the others by version 4."""
 PLANS: dict[str, dict[str, Any]] = {
     "plan of another step": {"step": 9},
     "other bounds": {"bounds": {"masks.gsm": {"upper": 9.0}}},
@@ -136,7 +136,7 @@ def _replan(**changes: Any) -> Callable[[TensorDict], None]:
 
 
 def faults() -> Iterator[Fault]:
-    """All of them, column by column."""
+    """List all faults, column by column."""
     for name, changes in COLUMNS.items():
         for how, change in changes.items():
             yield Fault(name, how, _change(name, change))

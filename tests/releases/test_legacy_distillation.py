@@ -1,4 +1,4 @@
-"""On-policy distillation on verl 0.7.1's legacy FSDP actor stops where the teacher's columns do not reach the loss."""
+"""On-policy distillation on verl 0.7.1's legacy FSDP actor stops if the teacher's columns do not reach the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patch
 
 @pytest.mark.parametrize("mode", ["loss", "advantage"])
 def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without the patch that lets ours through: the first update that has eligible rows."""
+    """Without the patch that lets our columns through, the first update with eligible rows stops."""
     from verl import DataProto
     from verl_patches.legacy.algorithms import Carried
 

@@ -74,7 +74,7 @@ def changed(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
 
 
 def composed(config: DictConfig, spec: CorrectionSpec | None = None, path: LivePath | None = None) -> Composed:
-    """A configuration as the checks read it, with another correction than its own, or on another path."""
+    """Return a configuration as the checks read it, with another correction, or for another path."""
     run = Composed(config, spec)
     if path is not None:
         run.path = path

@@ -1,4 +1,4 @@
-"""A tool for verl's tool agent, by actor_rollout_ref.rollout.multi_turn.function_tool_path, from verl 0.8.0 on."""
+"""A tool for verl's tool agent, set by actor_rollout_ref.rollout.multi_turn.function_tool_path, from verl 0.8.0 on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool of ``asked_tool`` for verl 0.7.1, by actor_rollout_ref.rollout.multi_turn.tool_config_path."""
+"""The tool of ``asked_tool`` for verl 0.7.1, set by actor_rollout_ref.rollout.multi_turn.tool_config_path."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from recipe.offpolicy.recording import Rows
 
 
 def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST) -> Attribution:
-    """Attribute the mismatch of rows in the order of their steps, with log pi_old by the trainer's own weights."""
+    """Attribute the mismatch of rows, in the order of their steps; log pi_old comes from the trainer's own weights."""
     parts = []
     for step in np.unique(rows.step).tolist() or [0]:
         of_step = rows.take(np.flatnonzero(rows.step == step))

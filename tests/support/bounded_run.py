@@ -1,6 +1,6 @@
-"""verl's own asynchronous trainer and replay buffer under a limit of staleness, without rollouts, workers or Ray.
+"""verl's own asynchronous trainer and replay buffer with a staleness limit, without rollouts, workers or Ray.
 
-TransferQueue is a dictionary, and a prompt is finished when the schedule says so.
+TransferQueue is a dictionary, and the schedule decides when a prompt is finished.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tensordict import NonTensorStack, TensorDict
 ROWS = 2
 """Rows of a group."""
 USUAL, LONG = 5, 20
-"""Response tokens of rows, and of those of stragglers."""
+"""Number of response tokens of usual rows, and of stragglers."""
 BLOCKED = 4
-"""Polls after which whoever is being sampled has finished, because the trainer waits for it."""
+"""Number of polls after which every prompt that is being sampled has finished, because the trainer waits for it."""
 
 
 class Queue:
-    """TransferQueue: tags and fields by key, of the partition that is trained on."""
+    """TransferQueue: tags and fields by key, for the partition that is trained."""
 
     def __init__(self) -> None:
         self.tags: dict[str, dict[str, Any]] = {}
@@ -47,7 +47,7 @@ class Queue:
 
 
 class Run:
-    """One run of verl's ``separate_async`` trainer under a limit of staleness.
+    """One run of verl's ``separate_async`` trainer with a staleness limit.
 
     Args:
         delay: takes a prompt's number, and how often it was sampled again; steps that it takes to sample.
@@ -108,7 +108,7 @@ class Run:
         return step
 
     def train(self, steps: int) -> None:
-        """Do what verl's ``step`` does with prompts and rows, so many times."""
+        """Repeat what verl's ``step`` does with prompts and rows."""
         for _ in range(steps):
             self.trainer._add_batch_to_generate()
             self._settle()
@@ -126,7 +126,7 @@ class Run:
         return [age for _, _, age in self.trained]
 
     def fail(self, uid: str) -> None:
-        """Let a prompt fail that is being sampled."""
+        """Make a prompt fail while it is being sampled."""
         self.queue.tags[uid]["status"] = "failure"
 
     def _fetch(self) -> TensorDict:
@@ -162,5 +162,5 @@ class Run:
                 }
 
     def newest(self, uid: str) -> int:
-        """The version that the server tells of the last token of a row that finishes now."""
+        """Return the version that the server reports for the last token of a row that finishes now."""
         return self.step - 1

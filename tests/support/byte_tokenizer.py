@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with chosen merges."""
+"""A byte-level tokenizer with chosen merges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def build_byte_tokenizer(merges: Sequence[tuple[str, str]]) -> Any:
-    """A tokenizer of bytes with some merges; the id of a byte stands in the alphabet's order."""
+    """Build a byte-level tokenizer with some merges; ids of bytes follow the order of the alphabet."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     core = Tokenizer(models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -17,7 +17,7 @@ from tests.support.corrections import TIS, spec
 
 CAPPED = spec(weight=TIS)
 SPREAD = [0.0, 0.0, 0.0, math.log(3.0)] * 5
-"""The ESS is 0.9 under a cap of 1.95325, see ``test_cap.test_the_cap_of_four_tokens_by_hand``."""
+"""The ESS is 0.9 with a cap of 1.95325, see ``test_cap.test_the_cap_of_four_tokens_by_hand``."""
 
 
 def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
@@ -27,7 +27,7 @@ def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
 
 
 def seen(log_rho: list[float], correction: CorrectionSpec = CAPPED, **sides: Any) -> dict[str, Statistic]:
-    """One update of rows of one token each, with these log-ratios."""
+    """One update with rows of one token each, with these log-ratios."""
     old = torch.tensor(log_rho, dtype=torch.float64)[:, None]
     ones = torch.ones_like(old)
     moving: dict[str, Side] = {WEIGHT: "upper", **sides}

@@ -1,6 +1,6 @@
-"""A plugin: torch's sixty loggers hand what they say to the root logger.
+"""A plugin: torch's sixty loggers pass their records to the root logger.
 
-pytest puts its handlers on each logger that does not, six times a test, to hear the same.
+Otherwise pytest would attach its handlers to each of these loggers, six times per test.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ BLOCK = "<!-- {} of tests/data/peers.toml -->"
 
 
 def list_catalogue() -> set[str]:
-    """List what a correction can be made of here, as ``ours`` of a feature names it."""
+    """List the parts of a correction, with the names that ``ours`` of a feature uses."""
     kinds = {
         "kind": get_args(Kind),
         "level": get_args(Level),
@@ -38,7 +38,7 @@ def list_catalogue() -> set[str]:
 
 
 def has(part: str) -> bool:
-    """Return True if this project has a part: of the catalogue, an option, a section of keys, or a file."""
+    """Return True if this project has an item: a part of the catalogue, an option, a section of keys, or a file."""
     kind, _, name = part.rpartition(" ")
     if kind == "file":
         return (ROOT / name).exists()
@@ -47,18 +47,18 @@ def has(part: str) -> bool:
 
 
 def mark_own(feature: dict[str, Any]) -> str:
-    """Return our cell of a feature's row."""
+    """Return the cell of our own column in a feature's row."""
     return "y" if feature["ours"] and all(map(has, feature["ours"])) else "-"
 
 
 def list_unclaimed() -> set[str]:
-    """List the parts of the catalogue that no row and no entry of ``here.other`` names."""
+    """List the parts of the catalogue that neither a row nor an entry of ``here.other`` names."""
     claims = [part for feature in FACTS["feature"] for part in feature["ours"]] + FACTS["here"]["other"]
     return {part for part in list_catalogue() if not any(fnmatch.fnmatch(part, claim) for claim in claims)}
 
 
 def list_denied() -> list[str]:
-    """List the columns that are said to be ahead by what this project has, with the word that says so."""
+    """List the columns that claim to be ahead by something which this project has, with the word that says so."""
     words = [word for word, part in FACTS["here"]["denied"].items() if has(part)]
     leads = {name: framework["ahead"] for name, framework in FACTS["framework"].items()}
     return [f"{name}: {word}" for name, lead in leads.items() for word in words if word in lead]
@@ -76,7 +76,7 @@ def build_features() -> str:
 
 
 def build_sources() -> str:
-    """Build the table of releases, of the file of each cell, and of where each framework is ahead."""
+    """Build the table of releases, of each cell's file, and of the features in which a framework is ahead."""
     lines = ["| column | framework | read | files of the cells | ahead of this project |", "|---|---|---|---|---|"]
     for column, framework in FACTS["framework"].items():
         cells = [feature["in"][column].removeprefix("p ") for feature in FACTS["feature"] if column in feature["in"]]

@@ -1,4 +1,4 @@
-"""Other frameworks' own packages: how they are installed and imported, and how their losses are compared."""
+"""Install and import other frameworks' own packages, and compare their losses with ours."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ENVIRONMENTS = ROOT / "outputs/conformance"
 
 
 def install(peer: str) -> Path:
-    """Install the pinned packages of a framework, without dependencies, into a folder of its own.
+    """Install the pinned packages of a framework, without dependencies, into a folder.
 
-    The folder's name contains a hash of the pins, so a folder with the same pins is used again. What the packages
-    import beyond their pins comes from the environment that runs the tests.
+    The folder's name contains a hash of the pins, so equal pins share a folder. Other imports of these packages come
+    from the environment that runs the tests.
     """
     pins = REQUIREMENTS / f"{peer}.txt"
     folder = ENVIRONMENTS / f"{peer}-{hashlib.sha256(pins.read_bytes()).hexdigest()[:12]}"
@@ -177,7 +177,7 @@ def decide(spec: CorrectionSpec, rows: Rows, *, old: Tensor | None = None) -> Te
 
 
 def choose_old(spec: CorrectionSpec, rows: Rows, ages: Tensor | None = None) -> Tensor:
-    """Choose log pi_old by the correction's ``proximal``."""
+    """Choose log pi_old according to the correction's ``proximal``."""
     return proximal_log_prob(
         spec.proximal, spec.alpha, old_log_prob=rows.old, rollout_log_prob=rows.mu, log_prob=rows.pi, ages=ages
     )
@@ -229,7 +229,7 @@ def compare(
     always: Options | None = None,
     gradient_alone: Callable[[Options], bool] = lambda options: False,
 ) -> None:
-    """Compare loss and gradient over random options; every value of the grid must occur where they are translated.
+    """Compare loss and gradient over random options; every value of the grid must occur in a translated draw.
 
     Args:
         grid: key of the framework -> its values.

@@ -1,4 +1,4 @@
-"""Short ways to write a correction and to run both of its stages."""
+"""Short ways to write a correction, and to run both of its stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M2PO: dict[str, Any] = dict(ratio="rollout", level="token", aggregate="second_mo
 
 
 def band(lower: float | None, upper: float | None, **changes: Any) -> dict[str, Any]:
-    """A mask with two bounds; geometric on pi_old / mu for any row unless ``changes`` say otherwise."""
+    """A mask with two bounds; geometric on pi_old / mu for rows, unless ``changes`` say otherwise."""
     return GSM | {"lower": lower, "upper": upper} | changes
 
 
@@ -28,7 +28,7 @@ def opsm(delta: float, ratio: str = "full", **changes: Any) -> dict[str, Any]:
 
 
 def spec(weight: Mapping[str, Any] | None = None, **masks: Mapping[str, Any]) -> CorrectionSpec:
-    """A correction from the mapping of its weight and of its masks by name."""
+    """Build a correction from the mappings of its weight and of its masks."""
     return CorrectionSpec.from_mapping({"weight": weight, "masks": masks})
 
 
@@ -37,7 +37,7 @@ def tensor(values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def on_host(statistics: Mapping[str, Statistic]) -> dict[str, Statistic]:
-    """The same in floats, as they leave a worker."""
+    """Return the statistics as floats, as they leave a worker."""
     return dict(fetch([defer_statistics(statistics)])[0])
 
 
@@ -51,7 +51,7 @@ def first_stage(
     versions: Any = None,
     dtype: Any = torch.float32,
 ) -> RolloutStage:
-    """The rollout stage of rows given as nested lists; the mask holds all tokens unless given."""
+    """Run the rollout stage on rows given as nested lists; by default, the mask contains all tokens."""
     mu, old = tensor(mu, dtype), tensor(old, dtype)
     return rollout_stage(
         correction,
@@ -73,9 +73,9 @@ def run(
     dtype: Any = torch.float32,
     **rows: Any,
 ) -> StepStage:
-    """Both stages on rows given as nested lists, see ``first_stage``; pi defaults to pi_old.
+    """Run both stages on rows given as nested lists, see ``first_stage``; by default, pi is pi_old.
 
-    ``advantages`` is a number for all rows, a list with one number a row, or (B, T).
+    ``advantages`` is a number for all rows, a list with one number per row, or (B, T).
     """
     stage = first_stage(correction, mu=mu, old=old, dtype=dtype, **rows)
     signs = tensor(advantages)
@@ -86,11 +86,11 @@ def run(
 
 
 def values(step: StepStage) -> dict[str, float]:
-    """The statistics as the logger would get them."""
+    """Return the statistics as the logger receives them."""
     return {name: statistic.value() for name, statistic in step.statistics.items()}
 
 
 def kept(step: Any) -> list[bool]:
-    """Whether each row is kept; its tokens must agree."""
+    """Return whether each row is kept; all tokens of a row must agree."""
     assert (step.keep == step.keep[:, :1]).all()
     return step.keep[:, 0].tolist()

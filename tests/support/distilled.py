@@ -68,7 +68,7 @@ class Batch:
         self.put_columns |= columns
 
     def ship(self) -> TensorDict:
-        """The rows as the V1 trainer sends them, with what was put, by token or by row."""
+        """The rows as the V1 trainer sends them, with the columns that were put, per token or per row."""
         data = self.rollout.to_tensordict()
         for name, column in self.put_columns.items():
             if column.dim() == 2:
@@ -80,12 +80,12 @@ class Batch:
 
 
 def opinion(ids: Any) -> list[float]:
-    """A log-prob for each token but the first that depends on its place and id."""
+    """Return a log-prob for each token but the first, which depends on the token's place and id."""
     return [-0.2 * (1 + (place * 7 + token) % 11) for place, token in enumerate(ids[1:], 1)]
 
 
 def rollout() -> tuple[tw.Rollout, Tensor, list[int]]:
-    """Six rows whose pi_old is pi, mu a little next to it; pi, flat, and the rows' lengths."""
+    """Return six rows whose pi_old is pi and whose mu is close to pi; pi, flat; and the rows' lengths."""
     made = tw.make_rollout(6)
     generator = torch.Generator().manual_seed(3)
     whole = [len(p) + len(r) for p, r in zip(made.prompts, made.responses, strict=True)]
@@ -140,7 +140,7 @@ class Run:
         agg_mode: str = "token-mean",
         **settings: Any,
     ) -> tuple[Tensor, Packet]:
-        """The gradient at the flat log-probs, and the packet; ``settings`` are those of the loss."""
+        """Return the gradient at the flat log-probs, and the packet; ``settings`` are settings of the loss."""
         leaf = self.flat.clone().requires_grad_()
         offsets = torch.tensor([0, *self.whole]).cumsum(0)
         data = self.data()
@@ -158,7 +158,7 @@ class Run:
         return judge(self.opd, [packet.reports["opd"]])
 
     def by_token(self, flat: Tensor) -> list[Tensor]:
-        """Of each row's response."""
+        """Split flat values into the responses of the rows."""
         rows = torch.split(flat, self.whole)
         return [row[len(p) - 1 : -1] for row, p in zip(rows, self.made.prompts, strict=True)]
 
@@ -175,7 +175,7 @@ def round_off(data: TensorDict) -> None:
 
 
 def permute(data: TensorDict) -> None:
-    """The first two rows swap what the teacher said of their first tokens."""
+    """The first two rows exchange the teacher's values of their first tokens."""
     rows = list(data[TEACHER].unbind())
     a, b = rows[0].clone(), rows[1].clone()
     width = min(len(a), len(b))

@@ -1,4 +1,4 @@
-"""Answer of the doctor's command: exit status and what it printed."""
+"""Result of the doctor's command: exit status and printed text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected verdicts of the doctor: one case for each rule, on launches of verl's own program and of ours."""
+"""Expected verdicts of the doctor: one case per rule, for launches of verl's own program and of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIS_OF_VERL: dict[str, Any] = {f"{VERL}.rollout_is": "token"}
 
 
 class Case(NamedTuple):
-    """What is changed, what is then said of which part, and a change more, or another one, that is fine."""
+    """Changes, the expected verdict on a part, and a further or different change that is accepted."""
 
     verdict: str
     row: str

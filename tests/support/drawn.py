@@ -1,7 +1,7 @@
 """Corrections and batches for hypothesis.
 
-Log-probs are multiples of 1/64 above -4, so that their differences and sums are exact in every dtype and results can
-be compared to the bit.
+Log-probs are multiples of 1/64 above -4, so their differences and sums are exact in every dtype, and results can be
+compared bitwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ examples = settings(max_examples=at_most(60), derandomize=True, database=None)
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch; every tensor (B, T)."""
+    """A batch; every tensor is (B, T)."""
 
     mu: Tensor
     old: Tensor
@@ -119,11 +119,11 @@ Bounds = tuple[float | None, ...]
 LEVELS = ("token", "sequence", "turn", "version", "prefix")
 RATIOS = ("rollout", "full", "ppo")
 AGGREGATES = tuple(name for name, entry in TABLE.items() if entry.reduce not in ("batch", "oldest"))
-"""Those of one unit's ratios; second_moment and staleness have bounds of their own."""
+"""Aggregates over the ratios of one unit; second_moment and staleness have other bounds."""
 
 
 def bounds_of(aggregate: str, band: Bounds = (0.93, 1.21), upper: float = 0.37) -> dict[str, float | None]:
-    """Bounds that the aggregate can have: ``band`` for ratios, else ``upper`` alone."""
+    """Draw bounds that the aggregate accepts: ``band`` for ratios, otherwise only ``upper``."""
     entry = TABLE[aggregate]
     low, high = band if entry.on_ratio else (None, upper)
     return {"lower": None if entry.one_sided else low, "upper": high}
@@ -203,7 +203,7 @@ def masks(
 
 @draw.composite
 def weights_by_sign(draw_one: Any, factors: tuple[Any, ...] = (None,)) -> dict[str, Any]:
-    """A weight for one sign or for each, of rows or of tokens; maybe none."""
+    """Draw a weight for one sign or for each sign, of rows or of tokens, or none."""
     drawn = [draw_one(weights(factors)) for _ in range(2)]
     sign = draw_one(draw.sampled_from(["row", "token"]))
     return {
@@ -215,7 +215,9 @@ def weights_by_sign(draw_one: Any, factors: tuple[Any, ...] = (None,)) -> dict[s
 
 @draw.composite
 def corrections(draw_one: Any, by_age: bool = False) -> CorrectionSpec:
-    """Any weight or weights by sign, up to three masks, the default proximal policy; what goes by age if asked for."""
+    """Draw any weight or weights by sign, up to three masks, and the default proximal policy; parts that depend on age
+    only if asked for.
+    """
     drawn = masks((*AGGREGATES, "second_moment", "staleness"), FACTORS) if by_age else masks()
     named = dict(zip("abc", draw_one(draw.lists(drawn, max_size=3)), strict=False))
     factors = FACTORS if by_age else (None,)
@@ -226,7 +228,9 @@ def corrections(draw_one: Any, by_age: bool = False) -> CorrectionSpec:
 
 @draw.composite
 def skyrl_corrections(draw_one: Any) -> CorrectionSpec:
-    """What SkyRL can say: outlier, token and sequence masks, and truncation by token or by sequence."""
+    """Draw corrections that SkyRL can express: outlier, token and sequence masks, and truncation by token or
+    sequence.
+    """
     masks: dict[str, Any] = {}
     on_rollout = dict(ratio="rollout", when="any")
     names = draw_one(draw.permutations("abcd"))

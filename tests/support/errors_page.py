@@ -1,6 +1,6 @@
 """docs/errors.md, generated from the start-up checks and the error classes.
 
-Usage: ``python -m tests.support.errors_page`` rewrites it.
+Usage: ``python -m tests.support.errors_page`` rewrites the page.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ The traceback names the class; the message names the cause.
 
 
 def read_first_sentence(text: str | None) -> str:
-    """Return the first line of a docstring, in Markdown, without its last stop."""
+    """Return the first line of a docstring as Markdown, without its final full stop."""
     return (text or "").strip().partition("\n")[0].replace("``", "`").removesuffix(".").replace("|", "\\|")
 
 
 def list_checks(checks: Sequence[Check]) -> Iterator[str]:
-    """List checks in the order in which they run, by topic: one heading, one point each."""
+    """List the checks in the order in which they run: one heading per topic, one item per check."""
     topics: dict[str, list[Check]] = {}
     for check in checks:
         topics.setdefault(check.__module__, []).append(check)
@@ -85,7 +85,7 @@ def list_errors() -> Iterator[tuple[str, str, str]]:
 
 
 def find_page(folder: str) -> str:
-    """Find the page for a folder or the nearest one around it; ``architecture`` if none has one."""
+    """Find the page for a folder, or for the nearest folder above it that has a page; otherwise ``architecture``."""
     parts = folder.split("/")
     around = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((READ[name] for name in around if name in READ), "architecture")

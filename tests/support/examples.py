@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws, and how many cases of a parametrised test a run takes."""
+"""The number of examples that hypothesis draws, and the number of cases that a run takes of a parametrised test."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from typing import Any
 import pytest
 
 VARIABLE = "OFFPOLICY_ALL_EXAMPLES"
-"""Set, also by scripts/test.sh --release: every test draws all of its examples, and not a quarter of them."""
+"""If this variable is set, as by scripts/test.sh --release, every test draws all examples instead of a quarter."""
 FEW = "OFFPOLICY_FEW_EXAMPLES"
-"""Set, also by scripts/test.sh --quick: no test draws more examples, and each takes at most ``PARAMETERS`` cases."""
+"""If this variable is set, as by scripts/test.sh --quick, it limits the examples of a test, and the cases to
+``PARAMETERS``.
+"""
 PARAMETERS = 3
-"""How many cases of a parametrised test a quick run takes."""
+"""Number of cases of a parametrised test in a quick run."""
 
 
 def at_most(number: int) -> int:
-    """A test's examples: all of them, a quarter, or few."""
+    """Return the number of a test's examples: all, a quarter, or few."""
     if few := os.environ.get(FEW):
         return min(number, int(few))
     return number if os.environ.get(VARIABLE) else max(min(number, 15), number // 4)
 
 
 def choose_few(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of ``--quick``: at most ``PARAMETERS`` of each parametrised test, drawn by its name."""
+    """Choose the tests of ``--quick``: at most ``PARAMETERS`` cases of each parametrised test, drawn by the test's
+    name.
+    """
     alike: dict[str, list[pytest.Item]] = {}
     for item in items:
         alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -34,9 +38,9 @@ def choose_few(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def each_nth_by_default(step: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: the default command takes the first of every ``step`` values, ``--release`` all of them.
+    """Parameters of a test: the default command takes the first of every ``step`` values, ``--release`` takes all.
 
-    Of a product of words, a step that divides the number of none of them takes each word in its turn.
+    For a product of words, choose a step that divides none of their numbers, so that each word occurs.
     """
     arguments = (value if isinstance(value, tuple) else (value,) for value in values)
     extended = [pytest.mark.extended]

@@ -1,7 +1,7 @@
 """A stand-in for the package ``sglang``, whose engine answers verl's own SGLang server in SGLang's own format.
 
-SGLang has no build for CPUs. verl's server class, the client and the agent loops' output run as they are; what the
-engine process would answer is computed here: one list of (log-prob, token id, text) per request.
+SGLang has no build for CPUs. verl's server class, client and agent loops run unchanged; this module computes the answer
+of the engine process: one list of (log-prob, token id, text) per request.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 SERVER = "verl.workers.rollout.sglang_rollout"
 VOCABULARY, END = 32, 0
 Answer = list[tuple[float, int, None]]
-"""(log-prob, token id, text) of each token of a response, as ``meta_info["output_token_logprobs"]`` has them."""
+"""(log-prob, token id, text) of each token of a response, as in ``meta_info["output_token_logprobs"]``."""
 
 
 class _Module(ModuleType):
-    """A module or package that has every class that is asked of it."""
+    """A module or package that has every class that is requested from it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -40,7 +40,7 @@ class _Module(ModuleType):
 
 @dataclass
 class GenerateRequest:
-    """What verl's server asks of the engine; another field of verl's fails here, as it does in SGLang."""
+    """What verl's server sends to the engine; an unknown field fails here, as it does in SGLang."""
 
     rid: str
     input_ids: list[int]
@@ -71,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def installed() -> Iterator[Any]:
-    """Make ``sglang`` importable, and yield verl's module of its SGLang server; both are gone afterwards."""
+    """Make ``sglang`` importable, and yield verl's module of its SGLang server; both are removed afterwards."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:
@@ -84,7 +84,7 @@ def installed() -> Iterator[Any]:
 
 @dataclass
 class Engine:
-    """SGLang's tokenizer manager, over a policy whose next token depends on the last one alone.
+    """SGLang's tokenizer manager, with a policy whose next token depends only on the last token.
 
     Attributes:
         logits: (VOCABULARY, VOCABULARY) of the next token, by the last one.
@@ -121,7 +121,7 @@ class Engine:
 
 
 def build_server(module: Any, engine: Engine, *, response_length: int) -> Any:
-    """Build verl's own ``SGLangHttpServer`` around the engine; only the start of SGLang's processes is left out."""
+    """Build verl's own ``SGLangHttpServer`` around the engine, without starting SGLang's processes."""
     server = object.__new__(module.SGLangHttpServer)
     server.config = SimpleNamespace(
         max_model_len=256,
@@ -137,7 +137,7 @@ def build_server(module: Any, engine: Engine, *, response_length: int) -> Any:
 
 
 def roll_out(server: Any, prompts: Sequence[Sequence[int]], sampling_params: dict[str, Any]) -> TensorDict:
-    """Sample one response per prompt through verl's client, and pack them as V1's agent loop does."""
+    """Sample one response per prompt through verl's client, and pack the responses as V1's agent loop does."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.rollout.llm_server import LLMServerClient
@@ -171,7 +171,7 @@ def roll_out(server: Any, prompts: Sequence[Sequence[int]], sampling_params: dic
 
 
 def score(rows: TensorDict, logits: Tensor, temperature: float) -> Tensor:
-    """Compute the policy's own log-probs of the responses, nested by row as they are."""
+    """Compute the policy's own log-probs of the responses, nested by row."""
     by_last = torch.log_softmax(logits / temperature, -1)
     scored = []
     for prompt, response in zip(rows["prompts"].unbind(), rows["responses"].unbind(), strict=True):

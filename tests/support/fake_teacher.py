@@ -1,4 +1,4 @@
-"""A server of vLLM's interface that scores by a rule, for tests of what goes wrong on the way."""
+"""A server with vLLM's interface that scores by a rule, for tests of faults between teacher and trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def by_place(ids: Sequence[int]) -> list[float]:
 
 @dataclass
 class FakeTeacher:
-    """What the server does, and what it was asked.
+    """The server's behaviour, and the requests that it received.
 
     Attributes:
         score: the rule.
@@ -76,7 +76,7 @@ class FakeTeacher:
 
 @contextmanager
 def serving(teacher: FakeTeacher) -> Iterator[FakeTeacher]:
-    """Serve it at ``teacher.url``, on a port of its own."""
+    """Serve the teacher at ``teacher.url``, on its own port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -27,20 +27,22 @@ _calls: list[None] = []
 
 
 def _say(text: str = NAME) -> None:
-    """Say once what happens, and when."""
+    """Print once what happens, and when."""
     if not _told:
         _told.append(text)
         print(f"fault: {text} at {time.time():.1f}", flush=True)
 
 
 def _is_due() -> bool:
-    """Count a call; whether it is the STEP-th or a later one."""
+    """Count a call, and return whether it is the STEP-th or a later call."""
     _calls.append(None)
     return len(_calls) >= STEP
 
 
 def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method; the replacement gets the original first. Start-up checks compare signatures through wraps."""
+    """Replace a method; the replacement gets the original as its first argument. Start-up checks see the original
+    signature.
+    """
     original = getattr(owner, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +63,7 @@ def _own_pid(actor: Any) -> int:
 
 
 def find_pid(actor: Any) -> int:
-    """The process of a Ray actor."""
+    """Find the process of a Ray actor."""
     import ray
 
     return int(ray.get(actor.__ray_call__.remote(_own_pid)))
@@ -95,7 +97,7 @@ SIGNALS: dict[str, tuple[str, bool, signal.Signals, Find]] = {
     ),
     "stop_rollout_engine": ("_update_actor", False, signal.SIGSTOP, _find_engines),
 }
-"""Name -> method of the trainer, whether the signal comes before it, the signal, and who gets it."""
+"""Name -> method of the trainer, whether the signal comes before the method, the signal, and its receiver."""
 
 
 def _signal_processes() -> None:
@@ -127,7 +129,7 @@ _previous: list[float] = []
 
 
 def _of_another_row(log_probs: list[float]) -> list[float]:
-    """Those of the rows before, as far as they reach."""
+    """Return the values of the preceding rows, as far as they reach."""
     global _previous
     taken, _previous = (_previous + log_probs)[: len(log_probs)], log_probs
     return taken
@@ -156,7 +158,7 @@ def _spoil_log_probs() -> None:
 
 
 def _tell_the_next_version() -> None:
-    """A rollout server tells of the version after the one that it samples by."""
+    """Make a rollout server report the version after the one with which it samples."""
     from verl.workers.rollout.llm_server import LLMServerClient
 
     async def generate(original: Any, self: Any, request_id: str, **kwargs: Any) -> Any:
@@ -183,11 +185,11 @@ SEND: dict[str, Callable[[Weights], Weights]] = {
     "other_weights": lambda given: [(name, tensor * 1.01) for name, tensor in given],
     "nothing_sent": lambda given: [],
 }
-"""What is sent to the engine for the weights of a synchronisation."""
+"""Values that are sent to the engine instead of the synchronised weights."""
 
 
 def _choose(given: Weights) -> Weights:
-    """What is sent; from the STEP-th synchronisation on other weights, under the new ones' version."""
+    """Choose what is sent; from the STEP-th synchronisation on, other weights are sent with the new version."""
     if not _first:
         _first.extend(given)
     due = _is_due()
@@ -226,7 +228,7 @@ def _give_other_weights() -> None:
 
 
 def _fail_to_load() -> None:
-    """The STEP-th update of an engine's weights raises, counted over buckets."""
+    """Raise in the STEP-th update of an engine's weights, counted over buckets."""
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
     def update_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +241,7 @@ def _fail_to_load() -> None:
 
 
 def _keep_cache() -> None:
-    """From the STEP-th synchronisation on the prefix cache is kept over it."""
+    """Keep the prefix cache across synchronisations, from the STEP-th on."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def reset_prefix_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +257,7 @@ def _keep_cache() -> None:
 
 
 def _lose_values() -> None:
-    """Rows come without the values that they were scored by."""
+    """Drop the prefix values with which the rows were scored."""
     from recipe.offpolicy.extensions.process_reward.manager import ScoringWorker
 
     async def score(original: Any, *given: Any) -> None:
@@ -291,7 +293,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "lost_values": ("recipe.offpolicy.extensions.process_reward.manager", _lose_values),
     "hang_in_checkpoint": ("verl.utils.checkpoint.fsdp_checkpoint_manager", _hang_in_checkpoint),
 }
-"""Name -> the module that the fault waits for, and what it then does."""
+"""Name -> the module that the fault waits for, and what the fault then does."""
 
 if NAME != "none":
     after_import(*FAULTS[NAME])

@@ -1,4 +1,4 @@
-"""The first update of a run, without Ray: what trainer and worker do between rollout and verdict."""
+"""The first update of a run, without Ray: the steps of trainer and worker between rollout and verdict."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def adapter(mapping: dict[str, Any], *, prove: bool = True, shadows: Any = None,
 
 
 def acting_by(other: CorrectionSpec) -> type:
-    """The loss's class, but each part acts as that of another correction by its name, in the proof's trials too."""
+    """A subclass of the loss in which some parts act like parts of another correction with the same names, also in the
+    proof's trials.
+    """
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
@@ -81,7 +83,7 @@ def acting_by(other: CorrectionSpec) -> type:
 
 
 def add_reference(rows: tw.Rollout) -> None:
-    """A reference policy, which a weighted KL loss reads."""
+    """Add a reference policy, which a weighted KL loss reads."""
     rows.ref_log_probs = [row + 0.1 for row in rows.old_log_probs or rows.rollout_log_probs]
 
 
@@ -98,7 +100,7 @@ def first_update(
     micro_batch_size: int | None = 4,
     **config: Any,
 ) -> dict[str, float]:
-    """One update and its verdict; the tampers act in the rollout, and between rollout and worker."""
+    """Run one update and return its verdict; tampers act in the rollout, and between rollout and worker."""
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
     from tests.support.sampled_rows import compute_sampled_checksums

@@ -1,4 +1,4 @@
-"""A small project and a small checkout of verl, between which files are copied."""
+"""A small project and a small checkout of verl; files are copied from one to the other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def commit(root: Path) -> Path:
-    """Commit all that is there, in a repository that is made if there is none."""
+    """Commit all files; create the repository if there is none."""
     if not (root / ".git").exists():
         git(root, "init", "-q")
     git(root, "add", "-A")
@@ -64,7 +64,7 @@ def copy(fork: Path, *options: str) -> int:
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, str]]:
-    """Every path below `root` with its mode and its content or target, git's own aside."""
+    """Map every path below `root`, except git's own, to its mode and its content or target."""
     found = {}
     for path in root.rglob("*"):
         if path.relative_to(root).parts[0] == ".git":
@@ -79,7 +79,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def new_files(root: Path, before: dict[str, tuple[int, str]]) -> dict[str, str]:
-    """Path -> content of the files that `before` has not; what it has must be as it was."""
+    """Map the paths of files that `before` lacks to their contents; all files of `before` must be unchanged."""
     now = snapshot(root)
     assert {path: now.get(path) for path in before} == before
     added = [root / path for path in now.keys() - before.keys()]

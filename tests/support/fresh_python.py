@@ -1,7 +1,7 @@
-"""Python in a process of its own, for what changes a process for good.
+"""Python in a new process, for code that changes its process permanently.
 
-Such a process is forked from one that has imported what verl imports, which takes verl ten times as long as itself;
-of verl and of this project nothing is imported there.
+The process is forked from one that has imported the packages that verl imports, which takes ten times as long as verl
+itself; verl and this project are not imported there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
-"""By which these tests try a release that is not supported yet."""
+"""The variable by which these tests try an unsupported release."""
 
 CPU = {"VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-"""The environment that puts the group cpu in force when verl is imported."""
+"""The variables that apply the group cpu when verl is imported."""
 
 _OF_VERL = ["torch.distributed.fsdp", "tensordict", "transformers", "ray", "datasets", "hydra"]
 _HANGS = 600.0
 
 
 def python(code: str, *, path: str = "", bare: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process that has no setting of ours but those given.
+    """A function that runs code in a process without any of our settings, except those that are given.
 
-    path: a folder before all others on its path. bare: with nothing imported, for what asks which modules are.
+    path: a folder before all others on its path. bare: with nothing imported, for code that checks which modules are.
     """
     dropped = {key for key in os.environ if key.startswith(("VERL_", "OFFPOLICY_"))} - {ALLOW_UNTESTED}
     inherited = {key: value for key, value in os.environ.items() if key not in dropped}
@@ -53,7 +53,7 @@ def python(code: str, *, path: str = "", bare: bool = False, **environment: str)
 
 
 def _run(code: str, environment: dict[str, str], paths: list[str], printed: list[str]) -> None:
-    """As `python -W ignore -c`, once the process has been forked."""
+    """Run code as `python -W ignore -c` would, after the process was forked."""
     for number, file in enumerate(printed, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
@@ -66,7 +66,7 @@ def _run(code: str, environment: dict[str, str], paths: list[str], printed: list
 
 
 def ok(code: str, *, path: str = "", bare: bool = False, **environment: str) -> str:
-    """What the code printed; fails where the process did."""
+    """Return what the code printed; fail if the process failed."""
     done = python(code, path=path, bare=bare, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

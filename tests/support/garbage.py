@@ -1,7 +1,7 @@
-"""A plugin: garbage is looked for among what tests make, not among all that they import.
+"""A plugin: the garbage collector only visits objects that tests create, not those that imports create.
 
-torch, verl and pytest's items are millions of objects that live until the end. To visit them again and again took a
-third of the time in which tests are collected.
+torch, verl and pytest's items are millions of objects that live until the end. Visiting them again and again took a
+third of the collection time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of scripts/gpu.sh that hold verl's engine against the tests' references: parity, and two ranks against one."""
+"""The parts of scripts/gpu.sh that compare verl's engine with the tests' references: parity, and two ranks with one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare_with_reference(dry_run: bool) -> Found:
 
 
 def compare_ranks(dry_run: bool) -> Found:
-    """Compare an update of two ranks with that of one."""
+    """Compare an update of two ranks with an update of one rank."""
 
     if not dry_run and torch.cuda.device_count() < 2:
         raise SkippedPart("one GPU is visible, and NCCL needs one for each rank")

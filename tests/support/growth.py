@@ -1,4 +1,4 @@
-"""Operations of a call, and bytes of the tensors that it holds at one time."""
+"""The number of operations in a call, and the bytes of tensors that exist at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Work(TorchDispatchMode):
-    """Number of tensor operations in a ``with`` block; ``peak`` is the most bytes that their results held at once."""
+    """Number of tensor operations in a ``with`` block; ``peak`` is the maximum number of bytes of their results."""
 
     def __init__(self) -> None:
         super().__init__()

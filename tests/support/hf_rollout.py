@@ -15,7 +15,7 @@ from typing import Any
 from verl_patches.deferred import after_import
 
 _GATHER = 0.05
-"""Seconds in which requests are gathered to one batch."""
+"""Seconds in which requests are collected into one batch."""
 
 
 class HFServer:
@@ -83,7 +83,7 @@ class HFServer:
         return [[token for token in row if token >= 0] for row in torch.stack(answers, dim=-1).tolist()]
 
     def _score(self, prompt: list[int], response: list[int], temperature: float) -> list[float]:
-        """Compute log-probs of one row as the legacy actor does: packed, by verl's own function."""
+        """Compute log-probs of one row as the legacy actor does: packed, with verl's own function."""
         import torch
 
         from verl.utils.torch_functional import logprobs_from_logits

@@ -9,5 +9,5 @@ from recipe.offpolicy.monitor.moving_bounds import EDGES, sum_by_bin
 
 
 def histogram(distance: Tensor, counted: Tensor) -> Statistic:
-    """Count the units that ``counted`` names by the bin of their distance."""
+    """Count the units in ``counted`` by the bin of their distance."""
     return Statistic(Reduction.SUM, tuple(sum_by_bin(EDGES, distance, counted[None])[0].tolist()))

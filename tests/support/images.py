@@ -12,11 +12,11 @@ from tensordict import NonTensorStack, TensorDict
 from tests.support import training_worker as tw
 
 IMAGE, START, END = 35, 36, 37
-"""Token ids, beyond those that ``make_rollout`` draws from."""
+"""Token ids that ``make_rollout`` does not draw."""
 WITH_IMAGE = (0, 3, 5)
 LAYER = "Qwen2VLDecoderLayer"
 AXES = 4
-"""Positions of a token: in the text, and in time, height and width."""
+"""Position ids of a token: in the text, and in time, height and width."""
 
 
 def tiny_model(folder: Path) -> Path:
@@ -58,7 +58,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def start_worker(folder: Path) -> Any:
-    """The worker of this model."""
+    """Start a worker with this model."""
     worker = tw.start_worker(folder, layer=LAYER)
     (tower,) = (module for name, module in worker.engine.module.named_modules() if name.endswith("visual"))
     # verl's forward pass of this model wants the tensor that transformers 4 returned.
@@ -68,12 +68,12 @@ def start_worker(folder: Path) -> Any:
 
 @dataclass
 class ImageRollout(tw.Rollout):
-    """Rows with ``multi_modal_inputs`` each, {} for text, and positions as Qwen2-VL counts them."""
+    """Rows with ``multi_modal_inputs``, which is {} for text, and with positions as Qwen2-VL counts them."""
 
     media: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def positions(self) -> list[torch.Tensor]:
-        """(AXES, L) of each row."""
+        """Positions of each row, (AXES, L)."""
         return [
             _positions(len(prompt) + len(response), bool(given))
             for prompt, response, given in zip(self.prompts, self.responses, self.media, strict=True)
@@ -97,7 +97,7 @@ def _positions(length: int, image: bool) -> torch.Tensor:
 
 
 def make_rollout(rows: int = 8, seed: int = 0) -> ImageRollout:
-    """``training_worker.make_rollout`` with an image in front of some prompts, all of one size."""
+    """Call ``training_worker.make_rollout``, and put an image of one size before some prompts."""
     plain = tw.make_rollout(rows, seed)
     made = ImageRollout(**{each.name: getattr(plain, each.name) for each in fields(plain)})
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,6 @@
-"""Rows with images through a real TransferQueue and the V1 trainer's own reads and writes; prints what came of it."""
+"""Send rows with images through a real TransferQueue, with the V1 trainer's own reads and writes, and print the
+results.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ COLUMNS = ("prompts", "responses", "response_mask", "position_ids", MEDIA, "uid"
 
 
 def put(rows: im.ImageRollout) -> Any:
-    """The rows as V1's agent loop puts them; their batch in another order, as verl's balancing leaves it."""
+    """Put the rows as V1's agent loop does, and return their batch in another order, as verl's balancing does."""
     fields = []
     for row, positions in enumerate(rows.positions()):
         field: dict[str, Any] = {"prompts": rows.prompts[row], "responses": rows.responses[row]}
@@ -39,7 +41,7 @@ def put(rows: im.ImageRollout) -> Any:
 
 
 def check_rows(rows: im.ImageRollout, order: list[int], batch: Any) -> None:
-    """Every column of a row is that row's own."""
+    """Check that every column of a row belongs to that row."""
     found = read_columns(batch, *COLUMNS, "input_ids", "advantages")
     assert torch.equal(hash_model_input(found), hash_model_input(rows.to_tensordict())[torch.tensor(order)])
     for place, row in enumerate(order):
@@ -52,7 +54,7 @@ def check_rows(rows: im.ImageRollout, order: list[int], batch: Any) -> None:
 
 
 def forward(alongside: Any) -> None:
-    """A worker's forward pass: minus the number of each token's own id."""
+    """A worker's forward pass, which returns minus the number of each token's id."""
     found = read_columns(alongside, "prompts", "responses", "position_ids", MEDIA)
     assert all(dict(media) == {} for media in found[MEDIA])
     whole = []

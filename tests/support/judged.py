@@ -1,4 +1,4 @@
-"""What the trainer makes of the reports of one extension: rows compared, then the extension's own verdict."""
+"""The trainer's verdict on the reports of one extension: rows are compared, then the extension judges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 
 
 def judge(extension: Extension, reports: Sequence[Any], epochs: int = 1) -> dict[str, float]:
-    """The metrics that the verdict adds."""
+    """Return the metrics that the verdict adds."""
     hooks = AddOns([extension])
     hooks._prompts_seen = hooks._advantages_seen = True
     hooks.judge([{extension.section: report} for report in reports], epochs)

@@ -1,6 +1,6 @@
 """docs/keys.md, generated from the tables of keys and the config comments.
 
-Usage: ``python -m tests.support.keys_page`` rewrites it.
+Usage: ``python -m tests.support.keys_page`` rewrites the page.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         TurnSettings,
     )
 }
-"""Section -> the file that ships it, and its table."""
+"""Section -> the file that ships the section, and its table."""
 _ALARMS = "offpolicy.alarms."
 _ALARM = f"{_ALARMS}ess"
-"""The alarm whose comments in the YAML explain the keys that all alarms have."""
+"""The alarm whose YAML comments explain the keys that all alarms have."""
 HEAD = """# Keys
 
 Every key of `offpolicy` and of the extensions, with default, values and effect. The keys of `correction` are
@@ -67,7 +67,9 @@ that the start-up checks read and from the comments in `configs/`.
 
 
 def read_comments(file: Path) -> dict[str, str]:
-    """Read the comment above each key of a YAML file, by the key's full name; keys without a line between share one."""
+    """Read the comment above each key of a YAML file, by the key's full name; keys without a blank line between them
+    share one.
+    """
     found: dict[str, str] = {}
     path: list[str] = []
     said: list[str] = []

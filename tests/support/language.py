@@ -1,6 +1,6 @@
-"""Lint of prose: words that are not used here, in comments, docstrings, messages and documents.
+"""Lint of prose: words that this project does not use in comments, docstrings, messages and documents.
 
-python -m tests.support.language        # lists each with its file and line; exit status 1 if there is one
+Usage: ``python -m tests.support.language`` lists each with its file and line; the exit status is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WORDS = {
     r"goes without": "has no",
     r"reckoned": "computed",
 }
-"""Pattern -> what to write."""
+"""Pattern -> what to write instead."""
 PATTERN = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 SELF = Path(__file__).resolve()
 
 
 def list_prose(path: Path) -> Iterator[tuple[int, str]]:
-    """List the lines of a file that are prose, with their numbers: of code, comments and strings that hold a space."""
+    """List the prose lines of a file, with their numbers: in code, comments and strings that contain a space."""
     text = path.read_text()
     if path.suffix == ".md":
         yield from enumerate(text.splitlines(), 1)
@@ -45,7 +45,7 @@ def list_prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def find_words() -> list[str]:
-    """Find the words in all files that git tracks, as lines to print."""
+    """Find the words in all files that git tracks, and return lines to print."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"
     )

@@ -1,7 +1,7 @@
-"""One update of verl's own asynchronous V1 trainer whose rows are of any age, with extensions, without Ray.
+"""One update of verl's own asynchronous V1 trainer with rows of any age and with extensions, without Ray.
 
-verl pads, balances, estimates and updates; TransferQueue is a dictionary, and the workers are our loss on log-probs
-that are made here.
+verl pads, balances, estimates and updates; TransferQueue is a dictionary, and the workers are our loss on generated
+log-probs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from verl.utils import tensordict_utils as tu
 
 STEP = 6
 FLAG = "offpolicy_flag"
-"""Flag of an add-on for the workers."""
+"""An add-on's flag for the workers."""
 Change = Callable[[list[TensorDict]], list[TensorDict]]
 
 
 class RowQueue:
-    """TransferQueue: what is stored of each row, by key."""
+    """TransferQueue: the stored values of each row, by key."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
@@ -71,7 +71,7 @@ class RowQueue:
 
 @dataclass
 class Case:
-    """A batch: one number of each row, two rows of a prompt.
+    """A batch with one number per row and two rows per prompt.
 
     Attributes:
         ages: in versions.
@@ -92,7 +92,7 @@ class Case:
 
 
 def update(case: Case) -> dict[str, Any]:
-    """Run the update; returns its metrics, under ``left`` the keys of the rows that had left, and if it was flagged."""
+    """Run the update and return its metrics; ``left`` contains the keys of the rows that had left, and the flag."""
     with pytest.MonkeyPatch.context() as patched:
         run = _Run(case, patched)
         try:
@@ -226,7 +226,9 @@ class _Run:
         return metrics | {"left": self.left, "flagged": self.flagged}
 
     def _update(self, batch: Any) -> dict[str, Any]:
-        """What engines of ``ranks`` workers do: each its share, in mini-batches of micro-batches, epoch by epoch."""
+        """Do what the engines of ``ranks`` workers do: each takes its share, in mini-batches of micro-batches, epoch by
+        epoch.
+        """
         case, packets = self.case, []
         self.left = [key for key in batch.keys if not self.queue.rows[key]["response_mask"].any()]
         self.flagged = batch.extra_info.get(FLAG, False)
@@ -244,7 +246,7 @@ class _Run:
         return {"metrics": {METRIC_KEY: packets, "mfu": 0.0}}
 
     def _score(self, batch: Any) -> None:
-        """The trainer's own forward pass: each token has -1.5, and the answer behind a prefix with it."""
+        """The trainer's own forward pass: each token has log-prob -1.5, also an answer after a prefix."""
         for key in batch.keys:
             row = self.queue.rows[key]
             row["log_probs"] = torch.full((len(row["input_ids"]),), -1.5)

@@ -1,4 +1,4 @@
-"""Calls of the command in the process of a test."""
+"""Calls of the command within the test's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REFUSED = "offpolicy: stopped before anything was started."
 
 @dataclass
 class Launch:
-    """One call of ``main``: its exit status, what it printed, and the configurations that it trained."""
+    """One call of ``main``: its exit status, its output, and the configurations that it trained."""
 
     status: object = 0
     printed: str = ""

@@ -1,6 +1,6 @@
-"""verl 0.7.1's real legacy FSDP actor in this process, and the update that it is to make, written plainly next to it.
+"""verl 0.7.1's real legacy FSDP actor in this process, and a plain reference of its update.
 
-The optimizer is plain SGD and nothing is clipped, so that a step of the parameters is the gradient itself, scaled.
+The optimizer is plain SGD without clipping, so the step of the parameters is the scaled gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LENGTHS = (7, 3, 5, 2, 6, 7, 4, 1)
 MISMATCH = 0.2
 LEARNING_RATE = 0.004
 FLOAT32_LEARNING_RATE = 0.02
-"""Where parameters are rounded to float32, and the step must stand out from that."""
+"""Learning rate; the step must be large compared with float32 rounding of the parameters."""
 Parameters = dict[str, Tensor]
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """The group of one process, which the actor asks for its rank."""
+    """The process group of one process; the actor reads its rank."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         yield
@@ -41,7 +41,7 @@ def process_group() -> Iterator[None]:
 
 
 def model(dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> Any:
-    """A Qwen2 of two layers; the same weights at every call."""
+    """A Qwen2 of two layers, with the same weights in every call."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def model(dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> Any:
 
 
 def actor_config(**changes: Any) -> Any:
-    """verl's ActorConfig; ``changes`` are its fields, those of ``fsdp_config`` under its name."""
+    """verl's ActorConfig; ``changes`` are its fields, and those of ``fsdp_config`` under its name."""
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
     values: dict[str, Any] = dict(
@@ -76,7 +76,7 @@ def actor_config(**changes: Any) -> Any:
 
 
 def actor(module: Any = None, *, learning_rate: float = LEARNING_RATE, **changes: Any) -> Any:
-    """The actor on ``module``, see ``model`` and ``actor_config``."""
+    """The actor with ``module``, see ``model`` and ``actor_config``."""
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
     module = model() if module is None else module
@@ -85,9 +85,9 @@ def actor(module: Any = None, *, learning_rate: float = LEARNING_RATE, **changes
 
 
 def rollout(dtype: torch.dtype = torch.float64, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
-    """A batch as verl's trainer ships it, by column; the fourth token of a response of seven is a tool's.
+    """A batch as verl's trainer ships it, by column; the fourth token of a response of seven is a tool token.
 
-    pi_old is near the model's own policy but not it, as after another update; mu is further away.
+    pi_old is close to the model's policy but differs, as after another update; mu differs more.
     """
     generator = torch.Generator().manual_seed(14)
     rows = len(lengths)
@@ -122,7 +122,7 @@ def rollout(dtype: torch.dtype = torch.float64, lengths: tuple[int, ...] = LENGT
 
 
 def proto(batch: Mapping[str, Tensor], handover: Any = None) -> Any:
-    """The batch as verl's worker gets it."""
+    """The batch as verl's worker receives it."""
     from verl import DataProto
     from verl_patches.legacy.handover import HANDOVER
 
@@ -177,7 +177,7 @@ def handed(
 
 
 def moved(actor_: Any, data: Any, *, patched: bool = True) -> tuple[Parameters, dict[str, Any]]:
-    """One ``update_policy``: the parameters afterwards, and the metrics."""
+    """Run one ``update_policy``, and return the new parameters and the metrics."""
     update = type(actor_).update_policy
     metrics = (update if patched else inspect.unwrap(update))(actor_, data)
     return parameters(actor_.actor_module), metrics
@@ -188,14 +188,14 @@ def parameters(module: Any) -> Parameters:
 
 
 def distance(one: Parameters, other: Parameters, start: Parameters) -> float:
-    """Greatest difference of two updates that began at ``start``, relative to the greatest move."""
+    """Greatest difference between two updates that began at ``start``, relative to the greatest change."""
     move = max(float((one[name] - start[name]).abs().max()) for name in start)
     return max(float((one[name] - other[name]).abs().max()) for name in start) / move
 
 
 Settings = dict[str, Any]
 EXACT = 1e-10
-"""Of updates in float64, relative to the greatest move of a parameter."""
+"""Tolerance of updates in float64, relative to the greatest change of a parameter."""
 KL: Settings = dict(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TWO_STEPS: Settings = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
@@ -203,7 +203,7 @@ DYNAMIC: Settings = dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=17)
 
 
 def corrected(mapping: Settings, batch: Any = None, *, prove: bool = False, **config: Any) -> Parameters:
-    """Parameters after the actor's update with the correction."""
+    """Return the parameters after the actor's update with the correction."""
     return update(mapping, batch, prove=prove, **config)[0]
 
 
@@ -218,7 +218,7 @@ def update(
 
 
 def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:
-    """What the trainer makes of the first update."""
+    """Return the trainer's verdict on the first update."""
     from tensordict import TensorDict
 
     from recipe.offpolicy.correction import CorrectionSpec
@@ -260,7 +260,7 @@ class Plain:
 
 
 def plain_update(batch: Mapping[str, Tensor], what: Plain) -> Parameters:
-    """Parameters after gradient descent over mini-batches, one whole mini-batch a step."""
+    """Return the parameters after gradient descent over mini-batches, with one step per mini-batch."""
     module = copy.deepcopy(model())
     rows = len(batch["responses"])
     for _ in range(what.epochs):
@@ -274,7 +274,7 @@ def plain_update(batch: Mapping[str, Tensor], what: Plain) -> Parameters:
 
 
 def plain_loss(module: Any, rows: Mapping[str, Tensor], what: Plain) -> Tensor:
-    """PPO's dual clip, each token's term times weight x keep, less entropy, plus KL."""
+    """PPO's dual clip, with each token's term times weight x keep, minus entropy, plus KL."""
     log_prob, entropy = forward(module, rows)
     mask, advantages = rows["response_mask"].bool(), rows["advantages"]
     old = what.pi_old(rows, log_prob.detach())
@@ -309,7 +309,7 @@ def mean(values: Tensor, mask: Tensor, what: Plain) -> Tensor:
 
 
 def forward(module: Any, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """log pi and entropy of the responses, each (B, T)."""
+    """Return log pi and entropy of the responses, (B, T) each."""
     logits = module(rows["input_ids"], attention_mask=rows["attention_mask"], position_ids=rows["position_ids"]).logits
     all_log_probs = (logits[:, PROMPT - 1 : -1] / TEMPERATURE).log_softmax(-1)
     chosen = all_log_probs.gather(-1, rows["responses"][..., None])[..., 0]

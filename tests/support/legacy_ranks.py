@@ -1,6 +1,6 @@
-"""Two ranks of verl 0.7.1's real legacy FSDP actor on gloo: legacy_ranks.py OUT, which gets ``ranks.pt``.
+"""Two ranks of verl 0.7.1's real legacy FSDP actor on gloo: ``legacy_ranks.py OUT`` writes ``ranks.pt`` to OUT.
 
-FSDP1 and FSDP2 take half of the rows each; with Ulysses both ranks hold all rows and half of each sequence.
+FSDP1 and FSDP2 give each rank half of the rows; with Ulysses, both ranks have all rows and half of each sequence.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ STEPS: dict[str, dict[str, Any]] = {
     "two": dict(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=1),
     "dynamic": dict(ppo_mini_batch_size=2, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=13),
 }
-"""Rows by rank of a mini-batch: one or two steps for the eight rows of ``legacy_actor.rollout``."""
+"""Rows per rank in a mini-batch: one or two steps for the eight rows of ``legacy_actor.rollout``."""
 UNEQUAL = (7, 7, 7, 7, 1, 1, 2, 1)
-"""Lengths of responses in "dynamic": rank 0 has 19 and 18 tokens with their prompts by mini-batch, rank 1 5 and 8."""
+"""Lengths of responses in "dynamic": with their prompts, rank 0 has 19 and 18 tokens per mini-batch, rank 1 has 5 and
+8.
+"""
 TERMS: dict[str, Any] = dict(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
 
 
@@ -65,14 +67,14 @@ def main(rank: int, out: str, port: int) -> None:
 
 
 def rollout(steps: str, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The eight rows of both ranks for one of ``STEPS``."""
+    """The eight rows of both ranks for one entry of ``STEPS``."""
     from tests.support import legacy_actor as la
 
     return la.rollout(dtype, UNEQUAL if steps == "dynamic" else la.LENGTHS)
 
 
 def log_probs(module: Any, batch: dict[str, torch.Tensor], rank: int) -> list[tuple[torch.Tensor, int]]:
-    """By rank, log-probs of the responses, (4, T), as for pi_old, and their micro-batches of at most 13 tokens."""
+    """By rank, the log-probs of the responses, (4, T), as for pi_old, and their micro-batches of at most 13 tokens."""
     from tests.support import legacy_actor as la
 
     data = la.proto(batch).chunk(2)[rank]
@@ -86,7 +88,7 @@ def log_probs(module: Any, batch: dict[str, torch.Tensor], rank: int) -> list[tu
 
 
 def update(module: Any, data: Any, config: dict[str, Any]) -> tuple[Any, Any]:
-    """Whole parameters afterwards, and the packets of both ranks."""
+    """Return the complete parameters after the update, and the packets of both ranks."""
     from recipe.offpolicy.worker.metrics import take_packets
     from tests.support import legacy_actor as la
 
@@ -125,7 +127,7 @@ def whole(module: Any) -> dict[str, torch.Tensor]:
 
 
 def ulysses(rank: int, record: str) -> tuple[Any, Any]:
-    """Both ranks take all rows; what is missing on a CPU is flash-attn's kernel, which ``packed`` stands in for."""
+    """Both ranks take all rows; ``packed`` replaces flash-attn's kernel, which does not exist for CPUs."""
     from torch.distributed.device_mesh import init_device_mesh
 
     import verl.models.transformers.monkey_patch as verls
@@ -155,7 +157,7 @@ def packed(
     softmax_scale: float | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Causal attention of joined sequences, each of which begins at position 0; (1, tokens, heads, size)."""
+    """Causal attention over concatenated sequences, each of which begins at position 0; (1, tokens, heads, size)."""
     sequence = (position_ids[0] == 0).cumsum(0)
     tokens = torch.arange(len(sequence))
     allowed = (sequence[:, None] == sequence[None, :]) & (tokens[:, None] >= tokens[None, :])

@@ -1,4 +1,4 @@
-"""A micro-batch of a legacy actor, sealed, with verl's loss of it and the corrected one."""
+"""A micro-batch of a legacy actor, sealed, with verl's loss and the corrected loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SENT = ("responses", "response_mask", "old_log_probs", "advantages", "rollout_lo
 
 
 def build_legacy_losses(lengths: Sequence[int], *, prove: bool = False) -> tuple[Tensor, Loss, Loss]:
-    """The log-probs of the current policy, (B, T), a leaf; and verl's loss and the corrected one, as calls."""
+    """Return the log-probs of the current policy, (B, T), as a leaf, and verl's loss and the corrected loss as
+    functions.
+    """
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     data = pad_columns(build_micro_batch(sum(lengths), lengths)[1])

@@ -1,6 +1,6 @@
-"""verl 0.9.1's real TrainingWorker on its Megatron engine: megatron_engine_ranks.py MODEL OUT PLAN.
+"""verl 0.9.1's real TrainingWorker with its Megatron engine: megatron_engine_ranks.py MODEL OUT PLAN.
 
-See megatron_program.py. Optimizer steps are held back, so that all updates begin at the model's weights.
+See megatron_program.py. The optimizer does not step, so all updates begin at the model's weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.parity_paths import Witness
 
 
 class Engine:
-    """The worker in this rank, as ``ActorRolloutRefWorker.init_model`` builds it."""
+    """The worker of this rank, built as ``ActorRolloutRefWorker.init_model`` builds it."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         from verl.trainer.config import CheckpointConfig
@@ -48,7 +48,7 @@ class Engine:
         self.worker.reset()
 
     def __call__(self, job: Job) -> Seen:
-        """``set_loss_fn`` and ``train_mini_batch`` as the trainer calls them."""
+        """Call ``set_loss_fn`` and ``train_mini_batch`` as the trainer does."""
         from recipe.offpolicy.worker.loss import OffPolicyLoss
         from recipe.offpolicy.worker.metrics import take_packets
         from verl.workers.config import McoreActorConfig

@@ -1,6 +1,6 @@
-"""verl 0.7.1's real MegatronPPOActor, float32: megatron_legacy_ranks.py MODEL OUT PLAN, see megatron_program.py.
+"""verl 0.7.1's real MegatronPPOActor in float32: megatron_legacy_ranks.py MODEL OUT PLAN, see megatron_program.py.
 
-Optimizer steps are held back, so that all updates begin at the model's weights.
+The optimizer does not step, so all updates begin at the model's weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.parity_paths import Witness
 
 
 class Legacy:
-    """The actor's model in this rank, as verl's Megatron worker builds it but in float32."""
+    """The actor's model in this rank, built as verl's Megatron worker builds it, but in float32."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         from transformers import AutoConfig
@@ -39,7 +39,7 @@ class Legacy:
         self.bridge.load_weights(self.module, str(folder))
 
     def __call__(self, job: Job) -> Seen:
-        """``make_minibatch_iterator`` and ``update_policy`` as the worker calls them."""
+        """Call ``make_minibatch_iterator`` and ``update_policy`` as the worker does."""
         import verl_patches
         from recipe.offpolicy.worker.metrics import take_packets
         from verl.workers.actor import megatron_actor  # noqa: F401
@@ -89,7 +89,7 @@ class Legacy:
         return MegatronPPOActor(config, None, self.hf_config, self.tf_config, self.module, optimizer)
 
     def _data(self, job: Job) -> Any:
-        """This rank's rows, with the handover for all of them."""
+        """This rank's rows, with the handover for all rows."""
         from recipe.offpolicy.worker.legacy_loss import Handover
         from verl import DataProto
         from verl_patches.legacy.handover import HANDOVER

@@ -1,4 +1,4 @@
-"""Runs verl's real Megatron code: what the programs of the ranks share."""
+"""Code shared by the rank programs that run verl's real Megatron code."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LOCAL_LAYERS = {
     "apply_rope_fusion": False,
     "sequence_parallel": False,
 }
-"""What Megatron's own layers need without CUDA."""
+"""Settings that Megatron's own layers need without CUDA."""
 
 Update = Callable[[Job], Seen]
 
 
 def in_every_layout(make: Callable[[Path, Layout], Update], model: str, out: str, plan: str) -> None:
-    """Makes the jobs of each layout and writes OUT/rank<r>.pt; torch's variables say which rank this is."""
+    """Create the jobs of each layout and write OUT/rank<r>.pt; torch's variables contain the rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -61,7 +61,7 @@ def _in_layout(make: Callable[[Path, Layout], Update], model: Path, layout: Layo
 
 
 def share(case: Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Spec and plan of the job, and this rank's rows of the batch as the trainer sends it."""
+    """Return spec and plan of the job, and this rank's rows of the batch as the trainer sends it."""
     from megatron.core import parallel_state as mpu
 
     from recipe.offpolicy.batch.plan import BatchSplit
@@ -80,12 +80,12 @@ def share(case: Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Ten
 
 
 def loss_settings(job: Job) -> dict[str, Any]:
-    """Fields of verl's ActorConfig that decide the loss."""
+    """Fields of verl's ActorConfig that determine the loss."""
     return actor_settings(job.mode, "witness" if job.witnessed else "vanilla")
 
 
 def whole_gradients(module: list[Any], bridge: Any) -> dict[str, Tensor]:
-    """Whole gradients by Hugging Face's names: the bridge gathers and names them as it does weights."""
+    """Return complete gradients by Hugging Face's names; the bridge gathers and names them like weights."""
     _gather_shards(module)
     parameters = [parameter for chunk in module for parameter in chunk.parameters()]
     weights = [parameter.data.clone() for parameter in parameters]
@@ -98,7 +98,7 @@ def whole_gradients(module: list[Any], bridge: Any) -> dict[str, Tensor]:
 
 
 def _gather_shards(module: list[Any]) -> None:
-    """Of the distributed optimizer, to which each data-parallel rank has its own part of the gradients summed."""
+    """Gather the shards of the distributed optimizer; each data-parallel rank has the summed gradients of its part."""
     from megatron.core import parallel_state as mpu
 
     group, rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()

@@ -1,4 +1,4 @@
-"""Runs verl's real Megatron code in processes that end with the test: the side of the test.
+"""Run verl's real Megatron code in processes that end with the test.
 
 The programs are megatron_legacy_ranks.py and megatron_engine_ranks.py.
 """
@@ -29,12 +29,12 @@ from tests.support.paths import ROOT
 LEGACY = Path(__file__).with_name("megatron_legacy_ranks.py")
 ENGINE = Path(__file__).with_name("megatron_engine_ranks.py")
 LIMIT = 840.0
-"""Seconds after which they hang, which is before pytest's own limit."""
+"""Seconds after which they count as hanging; less than pytest's own limit."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, and what runs on them.
+    """Parallel ranks and their settings.
 
     Attributes:
         data, tensor, pipeline: parallel ranks.
@@ -88,7 +88,7 @@ class Job:
 
 @dataclass
 class Seen:
-    """What one rank saw of one job.
+    """Results of one rank for one job.
 
     Attributes:
         packets: of the correction, among the metrics that come back.
@@ -106,7 +106,7 @@ class Seen:
 
 @dataclass
 class Rank:
-    """Where a rank stands, and what it saw by job."""
+    """The coordinates of a rank, and its results by job."""
 
     data: int
     tensor: int
@@ -115,13 +115,14 @@ class Rank:
 
 
 Found = dict[str, list[Rank]]
-"""By layout, one a rank."""
+"""Models by layout, one per rank."""
 
 
 def run(program: Path, model: Path, out: Path, plan: dict[str, tuple[Layout, list[Job]]]) -> Found:
-    """The jobs on real processes, all layouts of one number of ranks, ended after ``LIMIT`` seconds.
+    """Run the jobs in real processes, for all layouts with the same number of ranks, and end them after ``LIMIT``
+    seconds.
 
-    On the CPU, or where there is a GPU on as many of them as there are ranks.
+    They run on the CPU, or on as many GPUs as there are ranks if there are enough.
     """
     (ranks,) = {layout.ranks for layout, _ in plan.values()}
     file = out / "plan.json"
@@ -171,7 +172,7 @@ def _start(rank: int, ranks: int, port: int, arguments: list[str], log: Path) ->
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a process group."""
+    """End the remaining processes of a process group."""
     if program.poll() is None:
         os.killpg(program.pid, signal.SIGKILL)
     program.wait()
@@ -210,12 +211,12 @@ JOBS = [
 
 
 def on_last_stage(ranks: list[Rank]) -> list[Rank]:
-    """One rank of each data-parallel share, of those that compute a loss."""
+    """Choose one rank of each data-parallel share among those that compute a loss."""
     return [rank for rank in ranks if rank.last_stage and rank.tensor == 0]
 
 
 def updates(ranks: list[Rank], job: Job) -> list[tuple[Update, list[int]]]:
-    """What the ranks did together, a mini-batch each, and its rows."""
+    """Combine the ranks' results of each mini-batch, with its rows."""
     seen = [rank.seen[job.name] for rank in on_last_stage(ranks)]
     found = []
     for mini in range(job.mini_batches):
@@ -250,9 +251,11 @@ def gradient_error(found: dict[str, Any], demanded: dict[str, Any]) -> float:
 
 
 def assert_same_in_bf16(found: Update, case: Case, job: Job) -> None:
-    """The factors, which come from shipped log-probs, and as much of the rest as 8 bits of mantissa tell.
+    """Compare the factors, which depend on shipped log-probs, and the other results within the precision of 8-bit
+    mantissas.
 
-    Gradients are held against the reference in bfloat16: rounding of the forward pass moves tokens across PPO's clip.
+    Gradients are compared with the reference in bfloat16, because rounding in the forward pass moves tokens across
+    PPO's clip.
     """
     exact = expected(case, job.correction or {}, job.mode, range(ROWS))
     assert found.factor == pytest.approx(exact.factor, rel=1e-5)
@@ -267,7 +270,9 @@ def assert_same_in_bf16(found: Update, case: Case, job: Job) -> None:
 
 
 def assert_makes_the_reference(ranks: list[Rank], job: Job, case: Case) -> None:
-    """Weights, masks, loss and gradients of all ranks are those of the reference, however the mini-batch is cut."""
+    """Check that weights, masks, loss and gradients of all ranks equal the reference, for every split of the
+    mini-batch.
+    """
     assert [rank.seen[job.name].error for rank in ranks] == ["", ""]
     made, asked = updates(ranks, job), case.with_teacher(job.distilled)
     assert sorted(row for _, rows in made for row in rows) == list(range(ROWS))
@@ -278,7 +283,7 @@ def assert_makes_the_reference(ranks: list[Rank], job: Job, case: Case) -> None:
 
 
 def judged(packets: list[Any], job: Job, case: Case) -> dict[str, float]:
-    """The trainer's verdict on the packets of an update of the whole batch."""
+    """Return the trainer's verdict on the packets of an update of the whole batch."""
     from tensordict import TensorDict
 
     from recipe.offpolicy.correction import CorrectionSpec

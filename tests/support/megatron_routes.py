@@ -1,7 +1,8 @@
-"""verl 0.9.1's real Megatron engine with a mixture of experts and routing replay, in one rank on CPU: MODEL OUT.
+"""verl 0.9.1's real Megatron engine with a mixture of experts and routing replay, in one rank on a CPU: MODEL OUT.
 
-Each case writes the report of an update or its error. Rows of one length, one a micro-batch, are the only ones whose
-padded tokens lie as packed ones do; packed sequences need Transformer Engine's attention, and this a GPU.
+Each case writes the report of an update, or its error. Micro-batches of one row, all of one length, are the only ones
+in which padded tokens are laid out like packed ones; packed sequences need Transformer Engine's attention, and
+therefore a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 def without_cuda() -> None:
-    """What Megatron's mixture of experts needs of CUDA, left out; weights stay as they are drawn."""
+    """Skip what Megatron's mixture of experts needs CUDA for; the drawn weights are kept."""
     import mbridge.core.bridge
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
@@ -40,7 +41,7 @@ def without_cuda() -> None:
 
 
 def start(model: Path) -> Any:
-    """The worker that is watched."""
+    """Start the worker and record its routes."""
     from recipe.offpolicy.replay.megatron_engine import watch_actor
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -75,7 +76,7 @@ class Cases:
         self.worker = worker
 
     def rollout(self, width: int = WIDTH) -> tw.Rollout:
-        """Rows of one length, the last of them shorter where ``width`` says so."""
+        """Draw rows of one length; the last rows are shorter if ``width`` says so."""
         made = tw.make_rollout(ROWS)
         generator = torch.Generator().manual_seed(1)
         sizes = [WIDTH] * (ROWS - 1) + [width]
@@ -111,7 +112,7 @@ class Cases:
         return data
 
     def update(self, mode: str, width: int = WIDTH) -> dict[str, Any]:
-        """An update with the trainer's own routes or with drawn ones."""
+        """Run an update with the trainer's own routes or with drawn routes."""
         from recipe.offpolicy.batch.plan import take_reports
         from recipe.offpolicy.replay.megatron_engine import REPORT
         from verl.workers.config import McoreActorConfig
@@ -136,7 +137,7 @@ class Cases:
 
 
 def spoil(owner: Any, name: str, how: Callable[[Any], Any], run: Callable[[], Any]) -> Any:
-    """Run with a function of verl's replaced."""
+    """Run with one of verl's functions replaced."""
     original = getattr(owner, name)
     setattr(owner, name, how(original))
     try:

@@ -1,4 +1,4 @@
-"""Mixtures of experts with random weights, of each family of transformers whose routes can be replayed."""
+"""Mixtures of experts with random weights, one per family of transformers whose routes can be replayed."""
 
 from __future__ import annotations
 
@@ -83,16 +83,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         use_mamba_kernels=False,
     ),
 }
-"""Class of transformers, without its ending -> settings of its config."""
+"""Class of transformers, without its suffix -> settings of its config."""
 
 KINDS = ("Qwen3Moe", "GptOss", "DeepseekV3")
-"""One of each kind of gate: softmax before the choice; after it; sigmoid, bias, groups and a dense first layer."""
+"""One family per kind of gate: softmax before the choice; softmax after it; and sigmoid, bias, groups and a dense first
+layer.
+"""
 
 _TEXT_CONFIGS = {"Llama4": "Llama4TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 def build_mixture(family: str, seed: int = 0, **settings: Any) -> Any:
-    """A model in training mode, with weights and biases large enough that routes matter."""
+    """A model in training mode, with weights and biases that are large enough for routes to matter."""
     import transformers
 
     config = getattr(transformers, _TEXT_CONFIGS.get(family, f"{family}Config"))
@@ -111,12 +113,14 @@ def build_mixture(family: str, seed: int = 0, **settings: Any) -> Any:
 
 @functools.cache
 def draw_tokens(seed: int = 0) -> Tensor:
-    """(ROWS, WIDTH) of a vocabulary of WORDS."""
+    """Draw (ROWS, WIDTH) tokens from a vocabulary of WORDS."""
     return torch.randint(3, WORDS, (ROWS, WIDTH), generator=torch.Generator().manual_seed(seed))
 
 
 def draw_routes(top_k: int = TOP_K, dense: int = 0, tokens: int = TOKENS, seed: int = 1) -> Tensor:
-    """(tokens, LAYERS, top_k) int64: distinct experts at random, and zeros in the first layers if these are dense."""
+    """Draw routes, (tokens, LAYERS, top_k) int64: distinct random experts, and zeros in the first layers if these are
+    dense.
+    """
     scores = torch.rand(tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
     routes = scores.argsort(-1)[..., :top_k]
     routes[:, :dense] = 0
@@ -124,7 +128,7 @@ def draw_routes(top_k: int = TOP_K, dense: int = 0, tokens: int = TOKENS, seed: 
 
 
 def set_checkpointing(model: Any, on: bool) -> None:
-    """Activation checkpointing as verl sets it."""
+    """Set activation checkpointing as verl does."""
     if on:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -134,7 +138,7 @@ def set_checkpointing(model: Any, on: bool) -> None:
 def compute_gradients(
     model: Any, before_backward: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradient of each parameter for a loss that reads all of them."""
+    """Return logits, and the gradient of each parameter for a loss that reads all logits."""
     tokens = draw_tokens()
     model.zero_grad()
     logits = model(input_ids=tokens, use_cache=False).logits

@@ -1,6 +1,8 @@
-"""Program: how far vLLM's log-probs of its own samples are from the trainer's of the same weights, as one line of JSON.
+"""Print the difference between vLLM's log-probs of its own samples and the trainer's at equal weights, as a line of
+JSON.
 
-python -m tests.support.mu_by_vllm FOLDER, which gets the model. Both in bfloat16, on the GPU where there is one.
+Usage: ``python -m tests.support.mu_by_vllm FOLDER``; the model is written to FOLDER. Both engines compute in bfloat16,
+on a GPU if there is one.
 """
 
 from __future__ import annotations

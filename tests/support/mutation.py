@@ -29,9 +29,9 @@ from tests.support.paths import ROOT
 
 ROOMS = ("correction", "proof", "batch", "worker", "extensions", "staleness")
 LIMIT = 120
-"""Seconds of one test, after which the mutant counts as noticed: it hangs."""
+"""Seconds after which a test counts as hanging, and its mutant as noticed."""
 PRELOADED = ("torch", "tensordict", "omegaconf", "hypothesis", "transformers")
-"""What each test would import: once, in front of the forks."""
+"""Modules that every test would import; they are imported once, before the forks."""
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -57,7 +57,7 @@ SWAPS: dict[type, type] = {
 
 
 class Tracer:
-    """A pytest plugin that notes the lines of ``folder`` that each test executes, by file and line."""
+    """A pytest plugin that records the lines of ``folder`` that each test executes, by file and line."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lines = str(folder), defaultdict(set)
@@ -115,7 +115,7 @@ def put(node: Any, operator: Any) -> None:
 
 
 def trace(rooms: list[str], cache: Path) -> dict[str, list[str]]:
-    """Map "file:line" to the tests that execute it; kept in ``cache``."""
+    """Map "file:line" to the tests that execute this line; the map is kept in ``cache``."""
     if not cache.exists() and not (child := os.fork()):
         tracer = Tracer(ROOT / "recipe" / "offpolicy")
         pytest.main(["-q", "-p", "no:xdist", *(f"tests/unit/{room}" for room in rooms)], plugins=[tracer])
@@ -143,7 +143,7 @@ def draw(rooms: list[str], executed: dict[str, list[str]], seed: int, count: int
 
 
 def run(copy: Path, file: str, number: int, tests: list[str]) -> str:
-    """Run the tests of one mutant in a process of its own: "noticed" or "survived"."""
+    """Run the tests of one mutant in a new process, and return "noticed" or "survived"."""
     source = (ROOT / file).read_text()
     tree = ast.parse(source)
     for at, _ in enumerate(find_mutations(tree)):

@@ -1,4 +1,6 @@
-"""An external module for verl whose actors keep verl's own loss, whatever they are handed: a fault to be caught."""
+"""An external module for verl whose actors keep verl's own loss whatever they receive; a fault that must be
+detected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overrides put into a composed configuration, as Hydra would put them behind those of the launch."""
+"""Overrides applied to a composed configuration, as Hydra would apply them after those of the launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipe.offpolicy.preflight.composed import copy_config
 
 
 def with_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """A copy; fails where Hydra would, on keys that are not there and are set without ``+``."""
+    """Return a copy; fail, as Hydra would, on missing keys that are set without ``+``."""
     config = copy_config(config)
     missing = object()
     for override in OverridesParser.create().parse_overrides(list(overrides)):

@@ -1,6 +1,6 @@
-"""A user's program on verl's V0 trainer: its own ``fit`` calls ``compute_advantage`` and the workers directly.
+"""A user's program on verl's V0 trainer, whose own ``fit`` calls ``compute_advantage`` and the workers directly.
 
-It samples, keeps the half of the prompts whose rewards differ most, and updates on those.
+It samples, keeps the half of the prompts whose rewards differ most, and updates on their rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 
 class OwnTrainer(RayPPOTrainer):
-    """Trains without ``_compute_old_log_prob`` and ``_update_actor``, each batch in so many calls of the workers."""
+    """A trainer without ``_compute_old_log_prob`` and ``_update_actor``, which updates each batch in several calls."""
 
     calls = 1
 
@@ -82,7 +82,7 @@ class OwnTrainer(RayPPOTrainer):
         return batch
 
     def to_workers(self, batch: DataProto, **settings: Any) -> TensorDict:
-        """Lay a batch out as the workers take it."""
+        """Arrange a batch as the workers expect it."""
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
         rows: TensorDict = left_right_2_no_padding(batch.to_tensordict())
@@ -102,7 +102,7 @@ def keep_half(batch: DataProto) -> DataProto:
 
 @ray.remote
 class Runner:
-    """verl's V0 task runner with the trainer above."""
+    """verl's V0 task runner with this trainer."""
 
     def run(self, config: DictConfig) -> None:
         main_ppo_v0.RayPPOTrainer = OwnTrainer

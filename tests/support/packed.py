@@ -1,4 +1,4 @@
-"""Rows packed end to end, next to the same rows padded."""
+"""Rows that are packed end to end, and the same rows padded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("mu", "old", "pi", "mask", "advantages", "turns", "versions")
 
 
 def packed(rows: Tensor, lengths: list[int]) -> Tensor:
-    """The first tokens of each padded row, end to end."""
+    """Return the first tokens of each padded row, end to end."""
     values = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]) if lengths else rows.flatten()
     return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, *lengths]).cumsum(0))
 
@@ -38,7 +38,7 @@ def both_stages(correction: CorrectionSpec, rows: Rows, **options: Any) -> tuple
 
 
 def noisy(seed: int = 0, rows: int = 9, width: int = 40) -> tuple[Rows, list[int]]:
-    """Full float64 noise; an empty row in front, in between and at the end; NaN in mu, and a row of nothing else."""
+    """Full float64 noise; empty rows at the start, in the middle and at the end; NaN in mu, and a row with only NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(size: float) -> Tensor:

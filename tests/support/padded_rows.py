@@ -1,4 +1,4 @@
-"""Micro-batches with padded columns, as verl's V0 trainer hands them to its engine."""
+"""Micro-batches with padded columns, as verl's V0 trainer passes them to its engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipe.offpolicy.batch.seals import INPUT_COLUMNS
 
 
 def pad_columns(data: TensorDict) -> TensorDict:
-    """Pad the nested columns of a micro-batch but its model input, and add the mask of prompts and responses."""
+    """Pad the nested columns of a micro-batch, except its model input, and add the mask of prompts and responses."""
     nested = {name: data[name] for name in data.keys() if getattr(data[name], "is_nested", False)}
     padded = {name: column.to_padded_tensor(0) for name, column in nested.items() if name not in INPUT_COLUMNS}
     there = [
@@ -25,6 +25,6 @@ def pad_columns(data: TensorDict) -> TensorDict:
 
 
 def build_model_input(responses: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The columns of a model's input, padded, for sequences without prompts: responses (B, T)."""
+    """Build the padded columns of a model's input, for sequences without prompts: responses (B, T)."""
     places = torch.arange(responses.shape[1]).expand_as(responses)
     return {"input_ids": responses, "attention_mask": torch.ones_like(responses), "position_ids": places.clone()}

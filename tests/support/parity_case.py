@@ -49,13 +49,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "excluded": {"masks": {"icepop": ICEPOP}, "penalty": {"ratio": "ppo", "coefficient": 0.3}, "nonfinite": "excluded"},
 }
 FOR_BFLOAT16 = tuple(name for name in CORRECTIONS if name not in ("stacked", "bypass"))
-"""Corrections that decide by shipped log-probs; rounded log pi moves tokens across OPSM's delta and PPO's clip."""
+"""Corrections that decide by shipped log-probs; rounded log pi would move tokens across OPSM's delta and PPO's clip."""
 BFLOAT16 = {"factor": 1e-5, "loss": 0.1, "gradient": 0.2}
-"""Largest relative errors in bfloat16, whose mantissa has 8 bits; on a CPU 0, 0.02 and 0.09 were seen."""
+"""Largest relative errors in bfloat16, which has an 8-bit mantissa; on a CPU, the errors were 0, 0.02 and 0.09."""
 LOST = ((0, 1), (3, 0), (6, 2), (6, 5))
-"""(row, token) without a finite mu where ``nonfinite`` is excluded; of row 3 it is the only one."""
+"""(row, token) whose mu is not finite, for ``nonfinite=excluded``; in row 3, it is the only token."""
 TAUGHT = (1, 3, 4, 6)
-"""Rows that are eligible where a teacher is asked."""
+"""Rows that are eligible if there is a teacher."""
 TEACHER_COEF, MAX_GAP = 0.3, 1.0
 
 
@@ -78,7 +78,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def save_drawn(model: Any, folder: Path, *, seed: int) -> Path:
-    """Save a model with drawn weights, in the order of their names; norms lie about 1."""
+    """Save a model with drawn weights, in the order of their names; norms are about 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -89,7 +89,7 @@ def save_drawn(model: Any, folder: Path, *, seed: int) -> Path:
 
 
 def add_plan(columns: dict[str, Tensor], spec: Any, split: BatchSplit) -> tuple[Any, dict[str, Tensor]]:
-    """Plan of a batch, and its columns with those of the plan."""
+    """Return the plan of a batch, and the batch's columns with those of the plan."""
     rows = TensorDict(columns, batch_size=ROWS)
     plan, more = build_plan(spec, {}, step=1, rows=lambda: rows, batch_split=lambda: split)
     return plan, columns | more
@@ -151,7 +151,9 @@ class Case:
         return case
 
     def with_teacher(self, mode: str) -> Case:
-        """The case with a teacher up to some nats from pi_old, or itself without a mode; scale is none."""
+        """Return the case with a teacher that differs from pi_old by some nats, or the case itself without a mode;
+        scale is none.
+        """
         if not mode:
             return self
         columns = dict(self.columns)
@@ -168,7 +170,7 @@ class Case:
         return Case(self.model, columns, mode)
 
     def of_correction(self, name: str) -> Case:
-        """The case that a correction of ``CORRECTIONS`` is shown on."""
+        """Return the case on which a correction of ``CORRECTIONS`` is shown."""
         if "nonfinite" not in CORRECTIONS[name]:
             return self
         mu = self.columns["rollout_log_probs"].clone()
@@ -189,7 +191,7 @@ class Case:
         check_reports(reports, self.distilled)
 
     def forward(self, row: int) -> tuple[Tensor, Tensor]:
-        """log pi and entropy of a row's response, each (length,) float64."""
+        """Return log pi and entropy of a row's response, (length,) float64 each."""
         present = self.columns["attention_mask"][row].bool()
         ids = self.columns["input_ids"][row][present]
         logits = self.model(input_ids=ids[None]).logits[0].double() / TEMPERATURE

@@ -1,6 +1,6 @@
-"""The batch of ``parity_case`` as each worker path is sent it, and what the path did with it.
+"""The batch of ``parity_case`` as each worker path receives it, and the result of each path.
 
-It is seen by a policy loss of the test's own, which verl's public registry puts where ``vanilla`` is.
+A policy loss of the test, which verl's public registry uses instead of ``vanilla``, records it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # scripts/gpu.sh runs where pytest may be missing
 
 
 def actor_settings(mode: str, loss_mode: str = "witness") -> dict[str, Any]:
-    """Fields of verl's ActorConfig under which the reference's formulas hold."""
+    """Fields of verl's ActorConfig for which the reference's formulas hold."""
     from verl.workers.config import PolicyLossConfig
 
     return dict(
@@ -46,7 +46,7 @@ def actor_settings(mode: str, loss_mode: str = "witness") -> dict[str, Any]:
 
 
 def build_case_plan(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Columns and plan as the V0 trainer sends them."""
+    """Build columns and plan as the V0 trainer sends them."""
     columns = dict(case.columns)
     if spec.proximal == "bypass":
         columns["old_log_probs"] = columns["rollout_log_probs"]
@@ -54,7 +54,7 @@ def build_case_plan(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[A
 
 
 def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
-    """The TensorDict that the V0 trainer sends to the engine's workers."""
+    """Build the TensorDict that the V0 trainer sends to the engine's workers."""
     from recipe.offpolicy.batch.plan import PLAN
     from verl import DataProto
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -64,7 +64,7 @@ def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
 
 
 def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
-    """The TensorDict that the V1 trainer sends: everything nested by row."""
+    """Build the TensorDict that the V1 trainer sends, with all columns nested by row."""
     from recipe.offpolicy.batch.plan import PLAN
     from verl.utils import tensordict_utils as tu
 
@@ -94,7 +94,7 @@ def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
 
 @dataclass
 class Witness:
-    """Stands under verl's loss_mode ``witness``, calls ``vanilla``, and remembers what it was given.
+    """A loss under verl's loss_mode ``witness`` that calls ``vanilla`` and remembers its inputs.
 
     Attributes:
         calls: by micro-batch, the loss and the factor of each token by its responses' row in ``case``.
@@ -135,7 +135,7 @@ class Witness:
 
 
 def register_witness(case: Case, monkeypatch: pytest.MonkeyPatch) -> Witness:
-    """Register a witness for one test; verl's own registry is left as it was."""
+    """Register a witness for one test, and restore verl's own registry afterwards."""
     from verl.trainer.ppo import core_algos
 
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
@@ -145,7 +145,9 @@ def register_witness(case: Case, monkeypatch: pytest.MonkeyPatch) -> Witness:
 
 
 def update_by_engine(worker: Any, witness: Witness, layout: Any, name: str, mode: str, split: Any) -> Update:
-    """What an engine's worker does with the batch in ``layout``; ``split``: rows of a micro-batch, or dynamic."""
+    """Run an engine's worker on the batch in ``layout``; ``split`` is the number of rows per micro-batch, or
+    dynamic.
+    """
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets

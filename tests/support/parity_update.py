@@ -1,6 +1,6 @@
-"""The update that each worker path is to make of ``parity_case``.
+"""The update of ``parity_case`` that each worker path must make.
 
-The reference is a plain single process in float64: a forward pass a row, without padding, and formulas written out.
+The reference is a plain single process in float64, with one forward pass per row, no padding, and explicit formulas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.parity_case import CLIP, DUAL_CLIP, ENTROPY_COEFF, KL_COEF, L
 
 @dataclass
 class Update:
-    """What one mini-batch does.
+    """The result of one mini-batch.
 
     Attributes:
         factor: what each token's policy term is multiplied by, by (row, token) of the batch.
@@ -34,7 +34,7 @@ class Update:
 
 
 def expected(case: Case, correction: Mapping[str, Any], mode: str, rows: range) -> Update:
-    """The update of one mini-batch of ``rows`` by the formulas."""
+    """Compute the update of one mini-batch of ``rows`` by the formulas."""
     from recipe.offpolicy.correction import CorrectionSpec
 
     plain = CorrectionSpec.from_mapping(correction).to_mapping()
@@ -101,7 +101,7 @@ def expected(case: Case, correction: Mapping[str, Any], mode: str, rows: range) 
 
 
 def k2(log_prob: Tensor, teacher: Tensor) -> Tensor:
-    """(s - t)^2 / 2 of a token, linear beyond ``MAX_GAP``; 0 where nothing scored it."""
+    """(s - t)^2 / 2 of a token, linear beyond ``MAX_GAP``; 0 for tokens without a teacher's value."""
     gap = torch.where(teacher.isnan(), 0.0, log_prob - teacher.nan_to_num())
     return torch.where(gap.abs() <= MAX_GAP, gap**2 / 2, MAX_GAP * (gap.abs() - MAX_GAP / 2))
 
@@ -114,7 +114,7 @@ def ppo(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
 
 
 def assert_same(found: Update, demanded: Update, *, tolerance: float = 1e-5) -> None:
-    """Equal within ``tolerance``, relative to the greatest of its kind."""
+    """Check equality within ``tolerance``, relative to the greatest value of the same kind."""
     assert found.factor.keys() == demanded.factor.keys()
     for token, value in demanded.factor.items():
         assert math.isclose(found.factor[token], value, rel_tol=tolerance, abs_tol=0.0), (token, found, demanded)
@@ -146,7 +146,7 @@ def measure_errors(found: Update, demanded: Update) -> dict[str, float]:
 
 
 def fingerprint(update: Update) -> list[float]:
-    """A few numbers that tell one update from another: loss, sum of factors, and moments of the gradients."""
+    """Numbers that distinguish updates: loss, sum of factors, and moments of the gradients."""
     numbers = [update.loss, sum(update.factor.values())]
     for name in sorted(update.gradients):
         if "layers.1" in name or "lm_head" in name:

@@ -1,4 +1,4 @@
-"""A small driver: asks a worker on each node of a Ray cluster which patches it has, and prints the answers as JSON.
+"""A small driver that asks a worker on each node of a Ray cluster for its patches, and prints the answers as JSON.
 
 It connects as verl does, with the runtime environment of the configuration that `verl_patches.runtime_env` completed.
 """

@@ -1,4 +1,4 @@
-"""Places in this checkout."""
+"""Paths in this checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option of the Hydra group ``correction``, with a number where it wants one from the user."""
+"""Every option of the Hydra group ``correction``, with a number for each value that the user must set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plugin: a fixture for tests that examine many configurations of few actors."""
+"""A plugin with a fixture for tests that examine many configurations of few actors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 @pytest.fixture(scope="module")
 def each_actor_is_probed_once() -> Iterator[None]:
-    """Remember, by their arguments, the probe of the base loss, verl's dataclasses and the installed releases."""
+    """Cache, by their arguments, the probe of the base loss, verl's dataclasses and the installed releases."""
     import verl.utils.config
     from recipe.offpolicy.preflight.checks import base_loss
     from verl_patches import contract

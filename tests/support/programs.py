@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 SUPERVISOR = ROOT / "tests" / "support" / "supervise.py"
 CLEAN_UP_SECONDS = 300
 LONGEST_WAIT = 900
-"""Seconds that a text which starts the limit may take to be printed, as in supervise.py."""
+"""Seconds within which the text that starts the time limit must be printed, as in supervise.py."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A clock for the recorders that a loss makes, so that no test depends on how busy the machine is."""
+"""A clock for the recorders of a loss, so that no test depends on the load of the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class Clock:
-    """Seconds that pass only where a test says so: recording takes none, and no row is left out."""
+    """Seconds that pass only when a test says so: recording takes no time, and no row is left out."""
 
     now = 0.0
 
@@ -19,7 +19,7 @@ class Clock:
 
 @pytest.fixture
 def recorder_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """The clock of all recorders that are made in a test; what they hold is written when it ends."""
+    """The clock of all recorders of a test; their data are written when the test ends."""
     from recipe.offpolicy.recording import recorder
 
     clock = Clock()

@@ -1,4 +1,4 @@
-"""Recordings made of drawn numbers: what recorders write and readers take, without a run."""
+"""Recordings of drawn numbers, as recorders write and readers read them, without a run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def drawn_rows(
 
 
 def sampled_by(rows: Rows, oldest: Any, newest: Any = None) -> Rows:
-    """These rows, noted by row as sampled by versions ``oldest`` to ``newest``, by default one each."""
+    """Mark rows as sampled by versions ``oldest`` to ``newest``, by default by one version each."""
     first, last = (np.asarray(each, dtype=np.int64) for each in (oldest, oldest if newest is None else newest))
     version = spread_versions(first, last, rows.response_mask, rows.offsets)
     return replace(rows, oldest_version=first, newest_version=last, version=version)
@@ -87,7 +87,7 @@ def same(one: Rows, other: Rows) -> bool:
 
 
 def record(directory: Path, *steps: Rows, spec: Any = NONE, reasons: Sequence[str] = ()) -> Path:
-    """Write each of ``steps`` as the file of its step and rank; returns the directory."""
+    """Write each of ``steps`` as the file of its step and rank, and return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for rows in steps:
         write(directory / file_name(int(rows.step[0]), int(rows.rank[0])), rows, spec, reasons)

@@ -1,6 +1,7 @@
-"""The vocabulary of corrections read again: a token at a time, in float64, with lists and the math module.
+"""An independent implementation of the vocabulary of corrections: one token at a time, in float64, with lists and the
+math module.
 
-Shares nothing with the package but the plain mappings that describe a correction.
+It shares only the plain mappings that describe a correction with the package.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 IN_FORCE = 20
-"""Version of the weights that a batch is used by, from which ages count."""
+"""Version of the weights that uses a batch; ages count from it."""
 
 Row = list[float]
 Plain = Mapping[str, Any]
@@ -32,7 +33,7 @@ class Batch:
 
 @dataclass
 class Expected:
-    """What both stages are to give.
+    """Expected results of both stages.
 
     Attributes:
         weight: (B, T), 0 where a token does not count.
@@ -51,7 +52,7 @@ Token = tuple[int, int]
 
 
 def expected(correction: Plain, batch: Batch) -> Expected:
-    """Weight and keep of ``CorrectionSpec.to_mapping()``; ``batch.old`` is pi_old, wherever it came from."""
+    """Compute weight and keep of ``CorrectionSpec.to_mapping()``; ``batch.old`` is pi_old from any source."""
     counted = tokens_that_count(batch, correction)
     result = Expected([[0.0] * len(row) for row in batch.mask], [[False] * len(row) for row in batch.mask])
     masks, weight = correction["masks"], correction["weight"]
@@ -102,7 +103,9 @@ def expected(correction: Plain, batch: Batch) -> Expected:
 
 
 def tokens_that_count(batch: Batch, correction: Plain | None = None) -> list[Token]:
-    """(b, t) of the tokens in the response mask whose pi_old is finite, and mu where the correction reads it."""
+    """List (b, t) of the tokens in the response mask whose pi_old is finite, and whose mu is finite if the correction
+    reads mu.
+    """
     mu_counts = correction is None or reads_mu(correction)
     return [
         (b, t)
@@ -113,7 +116,7 @@ def tokens_that_count(batch: Batch, correction: Plain | None = None) -> list[Tok
 
 
 def reads_mu(correction: Plain) -> bool:
-    """Whether the mapping names mu: a weight always does, a mask on pi / pi_old or on an age does not."""
+    """Return True if the mapping reads mu: a weight always does, a mask on pi / pi_old or on an age does not."""
     masks = any(mask.get("ratio", "ppo") != "ppo" for mask in correction["masks"].values())
     weighed = bool(correction["weight"] or correction.get("weights"))
     penalised = correction.get("penalty", {"ratio": "ppo"})["ratio"] == "full"
@@ -132,12 +135,12 @@ def policies(ratio: str, batch: Batch, token: Token) -> tuple[float, float]:
 
 
 def decided_by(level: str, unit: list[Token]) -> list[Token]:
-    """Tokens that a unit decides on: of a prefix the last alone."""
+    """List the tokens on which a unit decides; for a prefix, only the last token."""
     return unit[-1:] if level == "prefix" else unit
 
 
 def label(level: str, batch: Batch, token: Token) -> tuple[int, ...]:
-    """Tokens of one label are one unit."""
+    """Return the unit's label; tokens with the same label form a unit."""
     b, t = token
     match level:
         case "token" | "prefix":
@@ -167,7 +170,7 @@ def age(batch: Batch, token: Token) -> int:
 
 
 def factor(part: Plain, batch: Batch, unit: list[Token]) -> float:
-    """Factor of |log bound| by the age of the unit's oldest token."""
+    """Return the factor of |log bound| for the age of the unit's oldest token."""
     if part.get("by_position"):
         return float(len(unit) ** part["by_position"])
     factors: list[float] = part.get("by_staleness") or [1.0]
@@ -189,7 +192,7 @@ def clamp(value: float) -> float:
 def weighed(
     weight: Plain, batch: Batch, tokens: list[Token], result: Expected
 ) -> Iterator[tuple[list[Token], float, bool]]:
-    """Each unit, its weight, and whether it is rejected."""
+    """Return each unit, its weight, and whether it is rejected."""
     found = []
     for unit in units(weight["level"], batch, tokens):
         value = math.fsum(log_ratio(weight["ratio"], batch, token) for token in unit)
@@ -247,7 +250,7 @@ def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected
 
 
 def bounds(mask: Plain) -> tuple[float | None, float | None]:
-    """On what ``statistics`` gives: log ratios for those that are bounded as ratios."""
+    """Return the bounds on the values of ``statistics``, as log ratios for aggregates that are bounded as ratios."""
     if "delta" in mask:
         return -mask["delta"], None
     pair = mask.get("lower"), mask["upper"]
@@ -257,7 +260,7 @@ def bounds(mask: Plain) -> tuple[float | None, float | None]:
 
 
 def statistics(mask: Plain, batch: Batch, unit: list[Token]) -> list[float]:
-    """What has to lie inside the bounds, all of it: a number a unit, or a number a token."""
+    """Return the values that must all lie within the bounds: one per unit, or one per token."""
     if mask["aggregate"] == "staleness":
         return [float(max(age(batch, token) for token in unit))]
     logs = [log_ratio(mask["ratio"], batch, token) for token in unit]
@@ -305,7 +308,7 @@ def divergence(kind: str, log_r: float) -> float:
 
 
 def signed_by(mask: Plain, batch: Batch, tokens: list[Token]) -> dict[Token, float]:
-    """The advantage whose sign decides for each token: its own, or the mean of its row's."""
+    """Return, for each token, the advantage whose sign decides: its own, or the row's mean."""
     own = {(b, t): batch.advantages[b][t] for b, t in tokens}
     if mask["sign"] == "token":
         return own
@@ -321,7 +324,7 @@ def concerned(
     result: Expected,
     log_r: Callable[[Token], float] = lambda token: 0.0,
 ) -> bool:
-    """Whether the mask looks at this token, by the sign of an advantage or its turn."""
+    """Return True if the mask applies to this token, by the sign of an advantage or by its turn."""
     if mask["when"] == "any":
         return True
     if mask["when"] == "post_tool":
@@ -343,7 +346,9 @@ def beyond(value: float, low: float | None, high: float | None, result: Expected
 
 
 def beyond_budget(budget: float, batch: Batch, tokens: list[Token], result: Expected) -> set[Token]:
-    """M2PO: drop the tokens of largest (log rho)^2, equals together, until the mean of the rest is in the budget."""
+    """M2PO: drop the tokens with the largest (log rho)^2, equal values together, until the mean of the rest is within
+    the budget.
+    """
     squares = {token: log_ratio("rollout", batch, token) ** 2 for token in tokens}
     dropped: set[Token] = set()
     while rest := [token for token in tokens if token not in dropped]:

@@ -1,4 +1,4 @@
-"""Malformed corrections, and what their refusal says."""
+"""Malformed corrections, and the messages with which they are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.corrections import GSM, TIS
 
 
 def refused(mapping: Any, *parts: str) -> str:
-    """The message of the refusal, which must hold each of the parts."""
+    """Return the error message, which must contain each of the parts."""
     with pytest.raises(SpecError) as caught:
         CorrectionSpec.from_mapping(mapping)
     message = str(caught.value)

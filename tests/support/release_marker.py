@@ -25,12 +25,14 @@ from tests.support.paths import ROOT
 
 MARK = "verl"
 SUPPORTED = sorted(Version(path.stem.removeprefix("verl-")) for path in (ROOT / "requirements").glob("verl-*.txt"))
-"""The releases that have an environment."""
+"""The releases for which there is an environment."""
 
 
 @dataclass
 class State:
-    """What this run knows: the installed release, one whose tests run elsewhere, and the modules that are left out."""
+    """State of this run: the installed release, a release whose tests run elsewhere, and the modules that are
+    left out.
+    """
 
     installed: Version | None
     elsewhere: Version | None = None
@@ -62,7 +64,9 @@ def admits(arguments: tuple[object, ...], installed: Version | None, where: str)
 
 
 def module_marks(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """The marks in a module's `pytestmark` by name, each with its literal arguments, read without importing it."""
+    """Return the marks in a module's `pytestmark` by name, each with its literal arguments, without importing the
+    module.
+    """
     marks: dict[str, list[tuple[object, ...]]] = {}
     source = path.read_text(encoding="utf-8")
     if "pytestmark" not in source:
@@ -98,7 +102,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves modules for other releases unimported."""
+    """Do not import modules for other releases."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     state = config.stash[STATE]
@@ -119,7 +123,7 @@ def _for(item: pytest.Item, installed: Version | None) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests for other releases, and those that run elsewhere."""
+    """Deselect tests for other releases, and tests that run elsewhere."""
     state = config.stash[STATE]
     kept = [
         item
@@ -133,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport, names: Iterable[str]) -> None:
-    """Turns the skip of a test for the installed release into a failure."""
+    """Turn the skip of a test for the installed release into a failure."""
     if report.skipped and MARK in names and "gpu" not in names and not hasattr(report, "wasxfail"):
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"

@@ -1,4 +1,4 @@
-"""A real verl TrainingWorker whose engine replays routes: a tiny Qwen3-MoE, and rows with routes and notes of them."""
+"""A real verl TrainingWorker whose engine replays routes: a tiny Qwen3-MoE, and rows with routes and their notes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny_mixture(folder: Path) -> Path:
 
 
 def start(model: Path, mode: str | None, *, oldest: int | None = None, **settings: Any) -> Any:
-    """A worker that replays; a plain one of verl's where ``mode`` is None."""
+    """Start a worker that replays; if ``mode`` is None, verl's plain worker."""
     from recipe.offpolicy.replay.batch_routes import ReplaySettings
     from recipe.offpolicy.replay.fsdp_engine import install_in_worker
 
@@ -54,13 +54,13 @@ def start(model: Path, mode: str | None, *, oldest: int | None = None, **setting
 
 
 def draw_routes(tokens: int, seed: int = 3) -> Tensor:
-    """(tokens, LAYERS, TOP_K) of distinct experts at random."""
+    """Draw (tokens, LAYERS, TOP_K) distinct random experts."""
     scores = torch.rand(tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
     return scores.argsort(-1)[..., :TOP_K]
 
 
 def with_routes(data: TensorDict, routes: Tensor, *, version: int = STEP - 1) -> Any:
-    """Add routes (n, ...) of all tokens as a rollout brings them: none of each row's last token, and notes."""
+    """Add routes (n, ...) of all tokens as a rollout returns them, without each row's last token, and the notes."""
     from recipe.offpolicy.replay.batch_routes import NOTE, ROUTES, hash_routes
 
     data = data.clone(recurse=False)
@@ -76,7 +76,7 @@ def with_routes(data: TensorDict, routes: Tensor, *, version: int = STEP - 1) ->
 
 
 def flagged(data: TensorDict, on: bool = True) -> TensorDict:
-    """What verl's worker and our trainer tell the engine."""
+    """Add what verl's worker and our trainer tell the engine."""
     from recipe.offpolicy.replay.batch_routes import REPLAY_STEP
     from verl.utils import tensordict_utils as tu
 

@@ -1,4 +1,4 @@
-"""A small recording, the report on it, and what stands on that page."""
+"""A small recording, its report, and the content of the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.recordings import drawn_rows, record
 
 
 class Tags(HTMLParser):
-    """Every tag and attribute of a page, and its text."""
+    """All tags and attributes of a page, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Tags(HTMLParser):
 
 
 def made(tmp_path: Path, steps: int = 4, *, card: Any = None, proof: Any = None, **columns: Any) -> Path:
-    """A recording of rows of two lengths in groups of 4, uncorrected."""
+    """An uncorrected recording of rows of two lengths, in groups of 4."""
     lengths = np.tile([8, 40], 12)
     directory = tmp_path / "run"
     for step in range(1, steps + 1):
@@ -45,7 +45,7 @@ def made(tmp_path: Path, steps: int = 4, *, card: Any = None, proof: Any = None,
 
 
 def report(directory: Path, tmp_path: Path, *arguments: str) -> tuple[str, Tags]:
-    """The report on a recording: its text and its tags."""
+    """Return the report on a recording: its text and its tags."""
     out = tmp_path / "out" / "report.html"
     assert main([str(directory), "--out", str(out), *arguments]) == 0
     text = out.read_text()

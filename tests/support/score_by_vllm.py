@@ -1,6 +1,7 @@
-"""Program: score prefixes by a real vLLM engine on the CPU, and print how far values are from float32 Hugging Face.
+"""Score prefixes with a real vLLM engine on a CPU, and print the differences from float32 Hugging Face.
 
-python -m tests.support.score_by_vllm FOLDER, which gets the model; one line of JSON, {"auto": {...}, "off": {...}}.
+Usage: ``python -m tests.support.score_by_vllm FOLDER``; the model is written to FOLDER, and the output is one line of
+JSON, {"auto": {...}, "off": {...}}.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(folder: Path) -> None:
     extract = keep_flat(extract_prompt_logprobs)
 
     async def generate(prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str) -> Any:
-        """What verl's server makes of vLLM's answer."""
+        """Return what verl's server makes of vLLM's answer."""
         params = SamplingParams(**sampling_params)
         (answer,) = engine.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
         fields: dict[str, Any] = {"global_steps": 0}

@@ -1,4 +1,4 @@
-"""verl's clients of rollout servers, on a server that answers by a script."""
+"""verl's clients of rollout servers, with a server whose answers are scripted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = [1, 2]
 
 
 def serve(kind: str, add: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any]) -> Any:
-    """A client of verl's with what ``add`` adds; ``answers`` are the fields of each TokenOutput in turn."""
+    """Build verl's client with what ``add`` adds; ``answers`` are the fields of successive TokenOutputs."""
     from recipe.offpolicy.staleness.client import note_versions
     from verl.workers.rollout import llm_server
     from verl.workers.rollout.replica import TokenOutput

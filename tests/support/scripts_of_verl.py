@@ -1,4 +1,4 @@
-"""Launch scripts in the manner of verl's own, with the overrides of its rollout-correction examples."""
+"""Launch scripts like verl's own, with the overrides of its rollout-correction examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch of verl's V0 trainer in memory, advantages by verl's own estimators, and what the workers would report."""
+"""A batch of verl's V0 trainer in memory, advantages from verl's own estimators, and the workers' reports."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 
 WIDTH = 12
-"""Places of a response."""
+"""Width of a response."""
 
 Rows = Sequence[tuple[str, int, float]]
-"""(group, tokens, score) of each row; the group is the prompt too."""
+"""(group, tokens, score) of each row; the group is also the prompt."""
 
 
 def make_batch(
@@ -34,7 +34,7 @@ def make_batch(
     width: int = WIDTH,
     **columns: Sequence[Any],
 ) -> DataProtoBatch:
-    """A batch whose score lies on the last token; responses have a place more than tokens, of a tool."""
+    """A batch whose scores are on the last token; responses have one more token, of a tool."""
     lengths = torch.tensor([tokens for _, tokens, _ in rows])
     there = torch.arange(width) < lengths[:, None]
     scores = torch.zeros(len(rows), width)
@@ -58,7 +58,7 @@ def make_batch(
 
 
 def estimate(view: DataProtoBatch, name: str = "grpo", *, by_std: bool = True) -> Callable[[], None]:
-    """verl's estimator, as the V0 trainer calls it."""
+    """Return verl's estimator, as the V0 trainer calls it."""
 
     def run() -> None:
         tensors, config = view.batch.batch, {"norm_adv_by_std_in_grpo": by_std}
@@ -74,13 +74,13 @@ def estimate(view: DataProtoBatch, name: str = "grpo", *, by_std: bool = True) -
 
 
 def shape(view: DataProtoBatch, *extensions: Extension, name: str = "grpo", by_std: bool = True) -> Tensor:
-    """The advantage of each row, (n,), after the hooks of these extensions."""
+    """Return each row's advantage, (n,), after the hooks of these extensions."""
     AddOns(extensions).compute_advantages(view, estimate(view, name, by_std=by_std))
     return view.advantages[:, 0].double()
 
 
 def report(view: DataProtoBatch, extension: Extension, change: Callable[[TensorDict], None] = lambda data: None) -> Any:
-    """What the extension's half in the workers reports, of two micro-batches in another order."""
+    """Return what the extension's worker reports for two micro-batches in another order."""
     names = ("responses", "response_mask", "advantages")
     data = TensorDict({name: view.batch.batch[name].clone() for name in names}, batch_size=len(view.batch))
     change(data)

@@ -1,4 +1,4 @@
-"""Keys of the tables of cases, in which sections have short names."""
+"""Keys in the tables of cases, which use short names for sections."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ SHORT = {
     "v1": "trainer.v1",
     "verl": "algorithm.rollout_correction",
 }
-"""Sections as the tables write them; a key behind ^ is written in full."""
+"""Short names of sections; a key after ^ is written in full."""
 UNCHANGED = "as it is"
 
 
 def in_full(override: str) -> str:
-    """Write a key of a table as Hydra takes it."""
+    """Write a key of a table as Hydra expects it."""
     sign, bare = override[: len(override) - len(override.lstrip("+~"))], override.lstrip("+~")
     top, dot, below = bare.partition(".")
     return f"{sign}{bare[1:]}" if bare.startswith("^") else f"{sign}{SHORT.get(top, top) if dot else top}{dot}{below}"
 
 
 def read_changes(written: str) -> dict[str, Any]:
-    """Overrides of a table as keys in full and values."""
+    """Convert the overrides of a table to full keys and values."""
     overrides = [] if written == UNCHANGED else list(map(in_full, written.split("; ")))
     return {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(overrides)}
 
 
 def read_table(name: str) -> list[tuple[str, list[list[str]]]]:
-    """Heads of a table in tests/data with their cases: overrides, then what is found; deep lines go on."""
+    """Read a table in tests/data: heads with their cases, which are overrides and the expected result; indented lines
+    continue.
+    """
     table: list[tuple[str, list[list[str]]]] = []
     for line in re.sub(r"\n {8,}", " ", (ROOT / "tests/data" / name).read_text()).splitlines():
         if line.startswith(" "):

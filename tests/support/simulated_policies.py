@@ -1,4 +1,4 @@
-"""Rows sampled from small softmax policies, with faults whose size is known: what the cause finder is tried on."""
+"""Rows sampled from small softmax policies with faults of known size, to test the cause finder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.recordings import drawn_rows
 VOCABULARY = 48
 Logits = NDArray[np.float64]
 Engine = Callable[[Logits, int], Logits]
-"""From the trainer's logits and the step to the engine's log-probs."""
+"""Maps the trainer's logits and the step to the engine's log-probs."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a simulated run; ``tokens`` a turn."""
+    """Size of a simulated run; ``tokens`` per turn."""
 
     steps: int = 3
     prompts: int = 16
@@ -38,7 +38,7 @@ def healthy(logits: Logits, step: int) -> Logits:
 
 
 def noisy(deviation: float, seed: int = 0) -> Engine:
-    """Logits with an error of their own, as of another precision."""
+    """Logits with an additional error, as from another precision."""
     rng = np.random.default_rng(seed)
     return lambda logits, step: log_softmax(logits + deviation * rng.standard_normal(len(logits)))
 
@@ -48,7 +48,7 @@ def at_temperature(temperature: float) -> Engine:
 
 
 def top_p(share: float) -> Engine:
-    """The fewest likeliest tokens that hold ``share``."""
+    """Keep the fewest likeliest tokens whose probabilities add up to ``share``."""
 
     def engine(logits: Logits, step: int) -> Logits:
         log_prob = log_softmax(logits)
@@ -62,7 +62,7 @@ def top_p(share: float) -> Engine:
 
 
 def top_k(count: int) -> Engine:
-    """The likeliest ``count`` tokens."""
+    """Keep the likeliest ``count`` tokens."""
 
     def engine(logits: Logits, step: int) -> Logits:
         kept = np.full(len(logits), -np.inf)
@@ -74,7 +74,7 @@ def top_k(count: int) -> Engine:
 
 
 def stale(period: int, size: float) -> Engine:
-    """Logits that move away by a step's update each step, and come back every ``period`` steps."""
+    """Logits that move by one update per step, and are reset every ``period`` steps."""
     rng = np.random.default_rng(7)
     return lambda logits, step: log_softmax(
         logits + size * ((step - 1) % period) * rng.standard_normal(len(logits)) + 0.003 * rng.standard_normal()
@@ -82,7 +82,7 @@ def stale(period: int, size: float) -> Engine:
 
 
 def draw(weights: NDArray[np.float64], rng: np.random.Generator) -> int:
-    """An index by its weight: ``rng.choice`` without its checks, which take longer than the draw."""
+    """Draw an index by its weight, like ``rng.choice`` but without its checks, which take longer than the draw."""
     below = (weights / weights.sum()).cumsum()
     return int((below / below[-1]).searchsorted(rng.random(), side="right"))
 
@@ -97,7 +97,7 @@ def simulated(
     floor: float = 0.01,
     **columns: object,
 ) -> Rows:
-    """Rows of a run.
+    """Simulate the rows of a run.
 
     Args:
         engine: what samples, and gives log mu.

@@ -29,5 +29,5 @@ BATCH_WIDE: dict[str, Any] = {
     },
     "denominator": "kept",
 }
-"""Everything that is fixed for a whole batch."""
+"""Every batch-level constant."""
 STACK: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM}}

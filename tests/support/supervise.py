@@ -25,9 +25,9 @@ from scripts.quickstart.processes import SharedMemoryWatch, become_subreaper, en
 
 TICK = 0.5
 CLEAN_UP = 120.0
-"""Seconds that an interrupted program has to clean up."""
+"""Seconds that an interrupted program has for its cleanup."""
 PATIENCE = 30.0
-"""Seconds that its daemons have to notice its end."""
+"""Seconds within which its daemons must notice its end."""
 LONGEST_WAIT = 900.0
 """Seconds within which the text must have been printed."""
 

@@ -1,4 +1,6 @@
-"""A real verl TrainingWorker whose engine replays the support of truncated sampling, and rows with notes of it."""
+"""A real verl TrainingWorker whose engine replays the support of truncated sampling, and rows with notes of the
+support.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.support import training_worker as tw
 
 
 def start(model: Path, unknown: str | None = "mask", **settings: Any) -> Any:
-    """A worker that replays the support; a plain one of verl's where ``unknown`` is None."""
+    """Start a worker that replays the support; if ``unknown`` is None, verl's plain worker."""
     from recipe.offpolicy.support.fsdp_engine import install_support
 
     worker = tw.start_worker(model, **settings)
@@ -25,7 +27,7 @@ def start(model: Path, unknown: str | None = "mask", **settings: Any) -> Any:
 
 
 def draw_supports(tokens: Tensor, *, most: int = 6, seed: int = 4) -> list[list[int]]:
-    """A support of 1 to ``most`` ids for each token, the token first."""
+    """Draw a support of 1 to ``most`` ids for each token, with the token itself first."""
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for token in tokens.tolist():
@@ -35,7 +37,7 @@ def draw_supports(tokens: Tensor, *, most: int = 6, seed: int = 4) -> list[list[
 
 
 def build_note(prompt: Tensor, response: Tensor, supports: list[list[int]]) -> Any:
-    """A row's note; a support without members is not known."""
+    """Build a row's note; an empty support is unknown."""
     from recipe.offpolicy.support.token_supports import SupportNote, TokenSupports
 
     note = SupportNote()
@@ -49,7 +51,7 @@ def build_note(prompt: Tensor, response: Tensor, supports: list[list[int]]) -> A
 
 
 def with_notes(rollout: tw.Rollout, notes: list[Any]) -> TensorDict:
-    """The rows with their notes in verl's extra fields."""
+    """Return the rows with their notes in verl's extra fields."""
     from recipe.offpolicy.support.token_supports import NOTE
 
     data = rollout.to_tensordict()
@@ -65,12 +67,12 @@ def note_rows(rollout: tw.Rollout, supports: list[list[list[int]]]) -> list[Any]
 
 
 def with_supports(rollout: tw.Rollout, supports: list[list[list[int]]]) -> TensorDict:
-    """The rows with the notes of these supports, as our trainer sends them."""
+    """Return the rows with the notes of these supports, as our trainer sends them."""
     return flagged(with_notes(rollout, note_rows(rollout, supports)))
 
 
 def flagged(data: TensorDict) -> TensorDict:
-    """What our trainer tells the engine."""
+    """Add what our trainer tells the engine."""
     from recipe.offpolicy.support.fsdp_engine import FLAG
     from verl.utils import tensordict_utils as tu
 

@@ -56,7 +56,7 @@ class Batch:
         return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def log_probs(self) -> dict[str, Any]:
-        """The tensors of the rollout stage by token."""
+        """The per-token tensors of the rollout stage."""
         return dict(old_log_prob=self.old, rollout_log_prob=self.mu, response_mask=self.mask)
 
     def unit_ids(self) -> dict[str, Any]:
@@ -64,7 +64,9 @@ class Batch:
 
 
 def random_batch(seed: int, rows: int = 12, width: int = 90, dtype: torch.dtype = torch.float32) -> Batch:
-    """Rows of 0 to ``width`` tokens, with gaps, noise of any size, tokens without mu, and a row of nothing else."""
+    """Rows of 0 to ``width`` tokens, with gaps, noise of any size, tokens without mu, and a row with only
+    such tokens.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def uniform(*shape: int) -> Tensor:

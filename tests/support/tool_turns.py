@@ -23,14 +23,14 @@ import numpy as np
 from verl_patches.deferred import after_import
 
 EXPERTS = 8
-"""Of the quickstart's mixture."""
+"""Sizes of the quickstart's mixture of experts."""
 FOLDER = os.environ.get("OFFPOLICY_TURNS")
 
 _turns: ContextVar[list[Any] | None] = ContextVar("turns", default=None)
 
 
 def judge_token(token: int) -> float:
-    """The reward that the tool returns for an answer whose first token this is."""
+    """The reward that the tool returns for an answer, given its first token."""
     return (token % 5) / 4
 
 

@@ -29,7 +29,7 @@ TOOLS = {
 
 
 def die_once(folder: Path, number: int) -> int:
-    """Die as for lack of memory, at the first try of one item."""
+    """Die as for lack of memory, in the first attempt at one item."""
     marker = folder / str(number)
     if number == 3 and not marker.exists():
         marker.touch()
@@ -38,7 +38,7 @@ def die_once(folder: Path, number: int) -> int:
 
 
 def run_tool(tool: str, *arguments: str) -> str:
-    """Run a tool in this process; return what it printed, or the page that it wrote."""
+    """Run a tool in this process, and return its output or the page that it wrote."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         import_module(f"recipe.offpolicy.{tool}").main(arguments)
@@ -46,7 +46,7 @@ def run_tool(tool: str, *arguments: str) -> str:
 
 
 def join(recording: str, folder: str, address: str) -> None:
-    """Print of each tool whether all give the same, and more than an empty page."""
+    """Print for each tool whether all results are equal, and are more than an empty page."""
     # Here, so that the process that holds the cluster does without torch.
     from recipe.offpolicy.analysis.jobs import Jobs
 

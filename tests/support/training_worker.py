@@ -1,6 +1,7 @@
-"""A real verl TrainingWorker in this process: FSDP2 on gloo, a tiny Qwen2, and micro-batches as the V1 trainer ships.
+"""A real verl TrainingWorker in this process: FSDP2 on gloo, a tiny Qwen2, and micro-batches as the V1 trainer ships
+them.
 
-The worker, its engine, its loss call and its backward pass are verl's own; only the data is made here.
+The worker, its engine, its loss call and its backward pass are verl's own; only the data are generated here.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"strategy": "fsdp2", "use_remove_padding": True, "checkpointing": True},
     {"strategy": "fsdp", "use_remove_padding": True},
 ]
-"""Settings of ``start_worker``: engines, with padded and packed rows."""
+"""Settings of ``start_worker``: engines with padded and with packed rows."""
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word for each id of the vocabulary."""
+    """Save a tokenizer with one word per id of the vocabulary."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +41,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def tiny_model(folder: Path) -> Path:
-    """A two-layer float32 Qwen2 with random weights, saved with a tokenizer of its own."""
+    """A two-layer float32 Qwen2 with random weights, saved with its own tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     save_tokenizer(folder)
@@ -61,7 +62,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -> None:
-    """What Ray sets for a worker, set by hand."""
+    """Set by hand the variables that Ray sets for a worker."""
     if port is None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -72,7 +73,7 @@ def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = No
 
 
 def run_two_ranks(kind: str, model: Path, out: Path) -> Any:
-    """What the first of two ranks found, in processes of their own, see two_ranks.py."""
+    """Run two ranks in new processes, and return what the first rank found; see two_ranks.py."""
     command = [sys.executable, "-m", "tests.support.two_ranks", kind, str(model), str(out)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -155,7 +156,7 @@ def start_worker(
 
 @dataclass
 class Rollout:
-    """Rows as the rollout left them: lists of (length,) tensors, one per row."""
+    """Rows as the rollout returned them: lists of (length,) tensors, one per row."""
 
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
@@ -171,7 +172,7 @@ class Rollout:
         return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
     def to_tensordict(self) -> TensorDict:
-        """The nested layout of the V1 trainer."""
+        """Convert to the nested layout of the V1 trainer."""
 
         def nested(rows: list[torch.Tensor]) -> torch.Tensor:
             return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -207,7 +208,7 @@ class Rollout:
 
 
 def make_rollout(rows: int = 8, seed: int = 0, *, tool_tokens: bool = True) -> Rollout:
-    """Rows of different lengths with advantages of both signs; every third has two tool tokens inside."""
+    """Rows of different lengths with advantages of both signs; every third row has two tool tokens inside."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -233,7 +234,7 @@ def forward(
     entropy: bool = False,
     temperature: float = 1.0,
 ) -> TensorDict:
-    """The engine's forward pass without a loss, as for pi_old; all rows at once, or in micro-batches."""
+    """Run the engine's forward pass without a loss, as for pi_old, with all rows at once or in micro-batches."""
     from verl.utils import tensordict_utils as tu
 
     data = data.clone(recurse=False)
@@ -246,20 +247,20 @@ def forward(
 
 
 def responses(output: TensorDict, data: TensorDict, name: str = "log_probs") -> list[torch.Tensor]:
-    """A column of a forward pass, cut to the responses, a row each."""
+    """Split a column of a forward pass into the rows' responses."""
     from verl.workers.utils.padding import response_from_nested
 
     return list(response_from_nested(output[name], data["response_mask"]).unbind())
 
 
 def trainer_log_probs(worker: Any, rollout: Rollout, micro_batch_size: int | None = None) -> list[torch.Tensor]:
-    """pi_old by the engine's own forward pass, a row each."""
+    """Compute pi_old with the engine's own forward pass, one tensor per row."""
     data = rollout.to_tensordict()
     return responses(forward(worker, data, micro_batch_size), data)
 
 
 def measured(metrics: dict[str, Any]) -> dict[str, float]:
-    """The statistics that an update reports."""
+    """Return the statistics that an update reports."""
     from recipe.offpolicy.correction.statistics import merge_all
     from recipe.offpolicy.worker.metrics import take_packets
 
@@ -267,7 +268,7 @@ def measured(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def add_log_probs(worker: Any, rollout: Rollout, *, mismatch: float, seed: int = 1) -> Rollout:
-    """pi_old from the engine, and mu = pi_old plus normal noise of ``mismatch`` nats a token."""
+    """Add pi_old from the engine, and mu = pi_old plus normal noise of ``mismatch`` nats per token."""
     generator = torch.Generator().manual_seed(seed)
     rollout.old_log_probs = trainer_log_probs(worker, rollout)
     rollout.rollout_log_probs = [
@@ -287,7 +288,9 @@ def update(
     calculate_entropy: bool = False,
     temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """``train_mini_batch`` as the trainer calls it; returns the worker's metrics. ``max_token_len``: dynamic sizes."""
+    """Call ``train_mini_batch`` as the trainer does, and return the worker's metrics. ``max_token_len`` sets dynamic
+    sizes.
+    """
     from verl.utils import tensordict_utils as tu
 
     worker.set_loss_fn(loss)
@@ -318,12 +321,12 @@ def plain_loss(**changes: Any) -> Any:
 
 
 def equal(one: Gradients, other: Gradients) -> bool:
-    """Whether gradients or weights are the same to the bit."""
+    """Return True if gradients or weights are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def close(one: Gradients, other: Gradients, relative: float = 1e-5) -> bool:
-    """Whether gradients differ by at most ``relative`` of the greatest element."""
+    """Return True if gradients differ by at most ``relative`` times the greatest element."""
     scale = max(float(gradient.abs().max()) for gradient in other.values())
     apart = max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
     return scale > 0 and apart <= relative * scale
@@ -337,7 +340,7 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
 def gradients(
     worker: Any, loss: Any, data: TensorDict, **kwargs: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Metrics and gradients of one update whose optimizer step is held back, so that the weights stay."""
+    """Return metrics and gradients of one update; the optimizer does not step, so the weights stay."""
     engine, caught = worker.engine, {}
 
     def hold() -> float:

@@ -29,7 +29,7 @@ NOT_INHERITED = ("VERL_", "OFFPOLICY_", "PYTHONPATH", "RAY_ADDRESS")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, all different."""
+    """Find different ports on which nothing listens."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -41,7 +41,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def start(folder: Path, nodes: list[subprocess.Popen[bytes]]) -> dict[str, str]:
-    """A head and a second node, each in the foreground of a process of its own, added to ``nodes``; their addresses."""
+    """Start a head and a second node, each in the foreground of its own process, add them to ``nodes``, and return
+    their addresses.
+    """
     gcs, dashboard, client, *others = free_ports(9)
     addresses = {"gcs": f"127.0.0.1:{gcs}", "dashboard": f"http://127.0.0.1:{dashboard}"}
     bare = {key: value for key, value in os.environ.items() if not key.startswith(NOT_INHERITED)}
@@ -64,7 +66,7 @@ def start(folder: Path, nodes: list[subprocess.Popen[bytes]]) -> dict[str, str]:
 
 
 def wait_for_nodes(dashboard: str, count: int, nodes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until so many nodes are alive for the server that jobs are submitted to."""
+    """Wait until the server that accepts jobs sees this many live nodes."""
     from ray.util.state import list_nodes
 
     deadline, said = time.monotonic() + START_SECONDS, ""
@@ -80,7 +82,7 @@ def wait_for_nodes(dashboard: str, count: int, nodes: list[subprocess.Popen[byte
 
 
 def run(command: dict[str, Any], addresses: dict[str, str]) -> dict[str, Any]:
-    """One command, limited in time."""
+    """Run one command with a time limit."""
     variables = {key: value.format(**addresses) for key, value in command["env"].items()}
     bare = {key: value for key, value in os.environ.items() if not key.startswith(NOT_INHERITED)}
     done = subprocess.run(

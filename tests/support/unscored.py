@@ -1,4 +1,4 @@
-"""Recordings of runs that took something else than the trainer's own log-probs for pi_old."""
+"""Recordings of runs whose pi_old does not come from the trainer's own forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY = MADE_OF_MU | {"reuse": {"proximal": "reuse"}, "recompute": {"proximal": 
 
 
 def recorded_under(proximal: str, directory: Path, *steps: Rows) -> Recording:
-    """``steps`` as a run under ``EVERY[proximal]`` records them; with ``recompute`` as they are."""
+    """Record ``steps`` as a run with ``EVERY[proximal]`` would; with ``recompute``, they are unchanged."""
     spec = CorrectionSpec.from_mapping(EVERY[proximal])
     seen = [replace(rows, old_log_prob=_taken(proximal, rows)) for rows in steps]
     return Recording(record(directory, *seen, spec=spec.to_mapping()))

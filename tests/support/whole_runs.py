@@ -1,4 +1,4 @@
-"""Quickstarts as tests run them: Ray, verl's trainer, FSDP2 or Megatron, and vLLM, one run at a time."""
+"""Quickstart runs for tests: Ray, verl's trainer, FSDP2 or Megatron, and vLLM, one run at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from recipe.offpolicy.fault_tolerance.watchdog import GRACE, PATIENCE
 from tests.support.paths import ROOT
 
 SOON = 10.0 + PATIENCE + GRACE + 300.0
-"""Seconds: the watchdog looks every 10, and gives the run its time to unwind; Ray and the quickstart end after it."""
+"""Limit in seconds: the watchdog looks every 10 s and gives the run time to unwind; then Ray and the quickstart end."""
 INJECTED = {
     "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
     "PYTHONPATH": str(ROOT / "scripts" / "evidence" / "injected_faults"),
 }
-"""Environment in which OFFPOLICY_INJECT acts."""
+"""Environment in which OFFPOLICY_INJECT is active."""
 UNSCORED = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LIMIT = 1200.0
-"""Seconds after which a run hangs; most take 80 to 150 on a machine that does nothing else."""
+"""Seconds after which a run counts as hanging; on an idle machine, most runs take 80 to 150 s."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,16 @@ class Trained:
 
     @property
     def since_fault(self) -> float:
-        """Seconds from the first fault to the end of the run, its last process included."""
+        """Seconds from the first fault until the last process of the run has ended."""
         told = re.search(r"fault: .* at ([\d.]+)", self.log)
         assert told, self.log[-3000:]
         return self.ended - float(told[1])
 
 
 def train(run_program: Callable[..., Any], *overrides: str, **environment: str) -> Trained:
-    """One quickstart with these Hydra overrides and without validation, which must end by itself within ``LIMIT``."""
+    """Run one quickstart with these Hydra overrides and without validation; it must end without help within
+    ``LIMIT``.
+    """
     finished = run_program(
         ["bash", str(ROOT / "scripts" / "quickstart.sh"), *UNSCORED, *overrides],
         limit=LIMIT,
@@ -74,7 +76,9 @@ def train(run_program: Callable[..., Any], *overrides: str, **environment: str) 
 
 
 def build_launch(made: Mapping[str, Path], folder: Path, **changes: object) -> list[str]:
-    """Overrides of a launch of verl's or a user's own program; ``made`` has the quickstart's data and model."""
+    """Build the overrides of a launch of verl's or a user's own program; ``made`` has the quickstart's data
+    and model.
+    """
     values: dict[str, object] = {
         "data.train_files": made["data"] / "train.parquet",
         "data.val_files": made["data"] / "heldout.parquet",
@@ -104,14 +108,14 @@ def build_launch(made: Mapping[str, Path], folder: Path, **changes: object) -> l
 
 
 def trained(run_program: Callable[..., Any], *overrides: str) -> list[dict[str, Any]]:
-    """The metrics of the steps of a run that must end well."""
+    """Return the metrics of each step of a run that must succeed."""
     run = train(run_program, *overrides)
     assert run.returncode == 0, run.output[-3000:]
     return run.steps
 
 
 def broken(run_program: Callable[..., Any], fault: str, *overrides: str, limit: float = 0.0) -> Trained:
-    """A run with a fault of ``faults.py`` in it, which must end with the error of its training, and soon.
+    """Run with a fault of ``faults.py``; the run must end soon, with the error of its training.
 
     Args:
         limit: seconds that the phase in which it hangs may take.

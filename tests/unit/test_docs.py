@@ -17,7 +17,7 @@ LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def list_anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as a git host and the site name them."""
+    """Return the anchors of a page's headings, as a git host and the site name them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.+)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
@@ -50,7 +50,7 @@ def test_the_page_of_errors_is_as_the_code_is() -> None:
 
 
 def test_the_tables_of_the_comparison_are_as_the_facts_and_the_catalogue_are() -> None:
-    """Our own column comes from the catalogue, so that a cell that denies what it has is out of date."""
+    """Our own column comes from the catalogue, so a cell that denies an existing feature is out of date."""
     page = comparison_page
     assert page.PAGE.read_text() == page.build_page(), "python -m tests.support.comparison_page rewrites them"
     assert page.list_unclaimed() == set(), "name them in `ours` of a feature in tests/data/peers.toml, or in here.other"

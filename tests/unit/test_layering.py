@@ -41,10 +41,10 @@ FLOORS = (
 )
 ROOMS = [room for floor in FLOORS for room in floor]
 COMMANDS = "commands"
-"""Modules of the package itself, and a room's ``__main__``: what one types, and what these share."""
+"""Modules of the package itself, and a package's ``__main__``: commands, and what they share."""
 
 Imports = Mapping[str, Iterable[str]]
-"""A module's dotted name -> the modules that it imports, in full."""
+"""A module's dotted name -> the full names of the modules that it imports."""
 
 
 def sources(folder: str) -> list[Path]:
@@ -52,14 +52,14 @@ def sources(folder: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """The dotted name from the checkout's root: recipe/offpolicy/correction/spec.py -> recipe.offpolicy..."""
+    """Return the dotted name from the checkout's root: recipe/offpolicy/correction/spec.py -> recipe.offpolicy..."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @functools.cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Absolute names of everything that a file imports; `from . import x` counts as the module x."""
+    """Return absolute names of everything that a file imports; `from . import x` counts as the module x."""
     return tuple(_imports(path))
 
 
@@ -82,7 +82,7 @@ def is_package(parts: list[str]) -> bool:
 
 
 def room_of(name: str) -> str | None:
-    """The room of a module, COMMANDS, or None if it is not of the recipe."""
+    """Return the package of the module, COMMANDS, or None if the module is not part of the recipe."""
     if not name.startswith(f"{RECIPE}."):
         return None
     room, _, rest = name.removeprefix(f"{RECIPE}.").partition(".")
@@ -90,12 +90,12 @@ def room_of(name: str) -> str | None:
 
 
 def strangers(found: Imports) -> list[str]:
-    """Modules in no room."""
+    """Return the modules that are in no package."""
     return [name for name in found if room_of(name) not in (*ROOMS, COMMANDS, None)]
 
 
 def upward(found: Imports) -> list[str]:
-    """Imports against the reading rule."""
+    """Return imports that violate the reading rule."""
     rank = {room: place for place, room in enumerate([*ROOMS, COMMANDS])}
     wrong = []
     for here, there in ((name, imported) for name, all_of in found.items() for imported in all_of):
@@ -126,7 +126,7 @@ def test_imports_point_downward(found: Imports) -> None:
 
 @pytest.mark.parametrize("path", sources("recipe/offpolicy/correction"), ids=module_name)
 def test_correction_imports_only_torch(path: Path) -> None:
-    """It stays usable, and testable in milliseconds, without verl, Ray or vLLM."""
+    """It remains usable, and testable in milliseconds, without verl, Ray or vLLM."""
     allowed = {*sys.stdlib_module_names, "torch"}
     foreign = {
         name
@@ -146,7 +146,7 @@ def test_patches_know_nothing_of_the_recipe(path: Path) -> None:
     [("recipe", {"scripts", "tests"}), ("verl_patches", {"scripts", "tests"}), ("scripts", {"tests"})],
 )
 def test_nothing_installed_imports_scripts_or_tests(folder: str, closed: set[str]) -> None:
-    """verl's own wheel installs packages of those names, so such an import would find theirs."""
+    """verl's own wheel installs packages with these names, so such an import would find verl's."""
     for path in sources(folder):
         taken = [name for name in imports(path) if name.split(".")[0] in closed]
         assert taken == [], f"{module_name(path)} imports {taken}"

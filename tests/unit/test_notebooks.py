@@ -16,7 +16,7 @@ FAULTS = ROOT / "tests" / "data" / "faults" / "held_out"
 
 
 def execute(notebook: Path, **variables: str) -> list[str]:
-    """The lines that all code cells print, run in one process in the notebook's folder."""
+    """Return the lines that all code cells print, run in one process in the notebook's folder."""
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     code = "\n".join("".join(cell["source"]) for cell in cells)
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables

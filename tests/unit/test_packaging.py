@@ -1,4 +1,4 @@
-"""What an installation brings: our packages with their configuration, and no name that others own."""
+"""An installation brings our packages with their configuration, and no name that others own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT
 
 
 def run(command: list[str], cwd: Path, **environment: str) -> str:
-    """The standard output of a command that must succeed."""
+    """Return the standard output of a command that must succeed."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -34,7 +34,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
 
 
 def build(what: str, source: Path, target: Path) -> Path:
-    """Builds a wheel or an sdist from a folder with the installed setuptools and returns its path."""
+    """Build a wheel or an sdist from a folder with the installed setuptools, and return its path."""
     target.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(target)!r})"
     run([sys.executable, "-c", code], source)
@@ -61,7 +61,9 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pins(file: Path) -> dict[str, str]:
-    """The versions that a requirements file pins, by normalised name; nothing else but the files shared is in it."""
+    """Return the versions that a requirements file pins, by normalised name; it contains only pins and the shared
+    files.
+    """
     found = {}
     for line in file.read_text().splitlines():
         requirement = line.split("#")[0].strip()
@@ -76,7 +78,7 @@ def pins(file: Path) -> dict[str, str]:
 
 
 def test_every_release_pins_what_the_others_pin() -> None:
-    """One file is shared; what differs between releases is pinned by each of them, and by name the same."""
+    """The releases share one file; each release pins the same names where versions differ."""
     shared = pins(REQUIREMENTS / "cpu.txt")
     assert not [name for name in shared if name.startswith(("nvidia-", "cuda"))]
     own = {file.stem.removeprefix("verl-"): pins(file) for file in RELEASES}
@@ -127,7 +129,9 @@ with initialize_config_module("verl.trainer.config", version_base=None):
 
 @pytest.mark.slow
 def test_main_composes_its_configuration(wheel: Path, tmp_path: Path) -> None:
-    """From a foreign directory, next to the packages `scripts`, `tests` and `recipe` of verl and TransferQueue."""
+    """The command runs in another directory, next to the packages `scripts`, `tests` and `recipe` of verl and
+    TransferQueue.
+    """
     pytest.importorskip("verl")
     venv.create(tmp_path, symlinks=True)
     python = str(tmp_path / "bin" / "python")
@@ -157,7 +161,9 @@ LAUNCH = (
 @pytest.mark.verl("==0.9.1")
 @pytest.mark.timeout(3000)
 def test_it_installs_from_nothing(checkout: Path, tmp_path: Path) -> None:
-    """sdist, wheel from the sdist, and an installation by the resolver with the pinned releases, all in isolation."""
+    """An sdist, a wheel from the sdist, and an installation by the resolver with the pinned releases, all in
+    isolation.
+    """
     folder, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
     venv.create(folder, with_pip=True, symlinks=True)
     elsewhere.mkdir()

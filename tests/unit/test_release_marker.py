@@ -1,4 +1,4 @@
-"""Tests are for releases of verl: what is left out, what must run, and marks that would run nowhere."""
+"""Tests are for releases of verl: which are left out, which must run, and marks that would run nowhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every(): pass
 
 
 def run(folder: Path, installed: str, *options: str, **modules: str) -> tuple[int, str]:
-    """Exit status and output of pytest over the modules, with a verl of that version in the environment."""
+    """Return exit status and output of pytest for the modules, with a verl of that version in the environment."""
     info = folder / "site" / f"verl-{installed}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verl\nVersion: {installed}\n")

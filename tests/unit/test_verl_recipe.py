@@ -1,4 +1,4 @@
-"""What verl's collection of recipes asks of each: a file that names its verl, and its lint."""
+"""Requirements of verl's collection of recipes: a file that names the recipe's verl, and lint."""
 
 from __future__ import annotations
 

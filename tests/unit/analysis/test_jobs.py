@@ -1,4 +1,4 @@
-"""Steps worked on by several processes, or read piece by piece, give what they give as a whole."""
+"""Steps that several processes handle, or that are read in pieces, give the same results as whole steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_dead_process_is_an_error() -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Recording:
-    """Three steps, of fresh and stale rows of eight prompts."""
+    """Three steps with fresh and stale rows of eight prompts."""
     ages = np.repeat([0, 1], 16)
     steps = (
         drawn_rows([9] * 32, step=step, seed=step, group=4, backend=0.02, drift=0.01, oldest_version=step - 1 - ages)
@@ -65,7 +65,7 @@ def test_a_calibration_does_not_depend_on_who_works_on_it(recorded: Recording) -
 
 ADDING = spec(TIS, gsm=GSM)
 FIXED = spec(TIS | {"normalize": True}, m2po=M2PO)
-"""A correction whose parts are fixed for the whole batch."""
+"""A correction whose parts need batch-level constants."""
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replay(of_three_ranks: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a correction that is fixed for the whole batch the step is put together."""
+    """For a correction with batch-level constants, the step is put together first."""
     for specs in ([ADDING], [ADDING, FIXED]):
         named = [Candidate(str(place), str(place), {}, each) for place, each in enumerate(specs)]
         monkeypatch.setattr(Recording.in_pieces, "__defaults__", (1,))
@@ -108,7 +108,7 @@ def test_a_calibration(of_three_ranks: Recording, monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_without_a_prompt_are_told_apart_by_update() -> None:
-    """A piece may hold another update of the same rank."""
+    """A piece may contain another update of the same rank."""
     rows = drawn_rows([1, 1], uid=np.array(["", ""], dtype=object))
     later = replace(rows, mini_batch=rows.mini_batch + 1)
     assert len({*hash_prompts(rows).tolist(), *hash_prompts(later).tolist()}) == 4

@@ -1,4 +1,4 @@
-"""Tables, figures and pages: what is shown is what was given, escaped, and nothing is fetched."""
+"""Tables, figures and pages show exactly what was given, escaped, and load nothing from the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipe.offpolicy.analysis.table import Column, Table, fit_to_width
 
 
 def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
-    """Widths 4, 24 (text may be broken at words), 5 and 10, each with 3 more, and 1: 56 in all."""
+    """Widths 4, 24 (text may be broken between words), 5 and 10, plus 3 each, plus 1: 56 in total."""
     text = "words " * 10
     columns = [Column("#"), Column("text"), Column("small part"), Column("projection")]
     table = Table(columns, [["#1", text, 0.5, 1234567], ["#222", "", 1.25, 2]], "T")

@@ -1,4 +1,4 @@
-"""Hashes of rows, and rows that were seen against rows that were sent."""
+"""Hashes of rows, and comparison of the rows that were seen with those that were sent."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
 MU = torch.tensor([[-0.5, -1.0, -1.5, 9.0], [-0.5, 9.0, -1.0, -2.0], [9.0, 9.0, 9.0, 9.0]])
 FLOAT32 = 0x13198A2E03707344
-"""The seed of float32."""
+"""The seed for float32."""
 
 
 def mix(value: int) -> int:
-    """SplitMix64's finaliser on an unsigned integer."""
+    """SplitMix64's finaliser, applied to an unsigned integer."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
     return value ^ (value >> 31)
@@ -79,7 +79,7 @@ LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
 
 def build(lengths: list[int], axes: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tokens (L,) and positions (L,), or (axes, L), of each sequence."""
+    """Build tokens (L,) and positions (L,), or (axes, L), for each sequence."""
     random = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(0, 150_000, (length,), generator=random) for length in lengths]
     shape = (axes,) if axes else ()

@@ -1,4 +1,4 @@
-"""A declared section: shipped defaults, unknown keys, values that do not fit, keys that nothing reads."""
+"""A declared section: shipped defaults, unknown keys, invalid values, and unused keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A micro-batch owns what the engine handed over, and makes from it what a loss is called with."""
+"""A micro-batch owns the data that the engine passes on, and builds the loss's arguments from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.packed import packed
 
 
 def read() -> mb.MicroBatch:
-    """Rows of two tokens and of one, as the legacy actors say them: padded."""
+    """Read rows of two tokens and of one token, padded, as the legacy actors pass them."""
     mask = torch.tensor([[1, 1], [1, 0]])
     column = torch.zeros(2, 2)
     columns = dict.fromkeys(("old_log_probs", "advantages", mb.ROLLOUT_LOG_PROBS), column)
@@ -38,11 +38,13 @@ def read() -> mb.MicroBatch:
 
 
 RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
-"""Log pi_old / mu with mu = 1: below the cap of 2, above it, and agreement; the last is padding."""
+"""Log pi_old / mu with mu = 1: below the cap of 2, above it, and equal; the last token is padding."""
 
 
 def test_a_weight_by_version_is_that_of_each_chunk() -> None:
-    """Rows of two versions against a loop over the chunks in float64; one row cannot be laid out, and is one unit."""
+    """Rows of two versions are compared with a float64 loop over the chunks; one row whose chunks do not fit is one
+    unit.
+    """
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])
     mu, old = (-1.0 - torch.rand(3, 6, generator=generator) for _ in range(2))
@@ -137,7 +139,9 @@ def test_bounds_are_those_of_the_parts_that_move() -> None:
 
 
 def aged(*fields: dict[str, Any], step: int | None = 7, columns: dict[str, Any] | None = None) -> Any:
-    """Rows of two turns, a turn and a token, and a turn; ratios pi_old / mu of e^0.1 everywhere; as verl nests them."""
+    """Rows of two turns, of a turn and a token, and of one turn, nested as verl does; every ratio pi_old / mu
+    is e^0.1.
+    """
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 0, 0]])
     mu = torch.full((3, 4), -1.0)
     rows = {"responses": mask, "response_mask": mask, "rollout_log_probs": mu, "old_log_probs": mu + 0.1}
@@ -154,7 +158,7 @@ def noted(oldest: int, newest: int, turns: Any = None) -> dict[str, Any]:
 
 
 CHUNKED = (noted(3, 6, [[(3, 1), (4, 1)], [(6, 1)]]), noted(5, 5, [[(5, 3)]]), noted(2, 4, [[(2, 9)], [(4, 1)]]))
-"""In step 7: ages 3, 2 and 0; 1; and a row that does not fit, as old as its first token: 4."""
+"""In step 7: ages 3, 2 and 0; 1; and a row whose chunks do not fit, which is as old as its first token: 4."""
 STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 2}
 
 
@@ -204,7 +208,7 @@ def test_without_versions_or_a_step_there_is_no_age() -> None:
 
 
 def test_the_plan_knows_ages_of_nested_rows() -> None:
-    """The mean of weights capped by age; and rows that are too old leave their group, where that is asked for."""
+    """The mean of weights capped by age; rows that are too old leave their group if this is configured."""
     data = aged(*CHUNKED)
     nested = {name: packed(data[name], [4, 3, 1]) for name in ("response_mask", "old_log_probs", "rollout_log_probs")}
     rows = TensorDict({**nested, "extra_fields": NonTensorStack(*CHUNKED)}, batch_size=3)

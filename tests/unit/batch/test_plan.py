@@ -1,4 +1,4 @@
-"""What the trainer fixes for a whole batch before its first gradient step, by hand."""
+"""Batch-level constants that the trainer computes before the first gradient step, by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_columns_of_the_kept_denominator() -> None:
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "sapo", "dppo_tv", "cispo"])
 def test_the_kept_denominator_counts_as_verls_own_loss_divides(loss_mode: str) -> None:
-    """Some losses of verl divide by sequences and their tokens whatever ``loss_agg_mode`` says."""
+    """Some of verl's losses divide by sequences and their tokens, whatever ``loss_agg_mode`` is."""
     actor: dict[str, Any] = {
         "rollout_n": 1,
         "ppo_mini_batch_size": 3,

@@ -77,7 +77,7 @@ def test_finite_rewards_by_token_whose_sum_overflows() -> None:
 
 
 def test_by_hand() -> None:
-    """Of 1, 2, 6: deviation sqrt((4 + 1 + 9) / 2), root mean square sqrt(41 / 3)."""
+    """For 1, 2, 6: deviation sqrt((4 + 1 + 9) / 2), root mean square sqrt(41 / 3)."""
     values = torch.tensor([1.0, 2.0, 6.0])
     assert measure_spread(values, centred=True).value == pytest.approx(math.sqrt(7))
     assert measure_spread(values, centred=False).value == pytest.approx(math.sqrt(41 / 3))
@@ -100,7 +100,7 @@ def test_rounding_is_that_of_the_numbers_that_were_subtracted() -> None:
 
 
 def test_numbers_below_the_normal_ones_are_rounding() -> None:
-    """float32 has steps of 2^-149 there, which are as large as the numbers."""
+    """There, float32 has steps of 2^-149, which are as large as the numbers."""
     for values in (torch.tensor([2.0**-149, 0.0]), torch.tensor([5e-324, 0.0], dtype=torch.float64)):
         assert measure_spread(values, centred=True).certainty == 0.0
 

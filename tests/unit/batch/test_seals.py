@@ -1,4 +1,4 @@
-"""A seal tells any other value, order or row of a column from the one that was made."""
+"""A seal distinguishes a column from one with any other value, order or row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = 77
 
 
 def check(changed: dict[str, Tensor], *, plan: int = PLAN, seals: dict[str, Tensor] | None = None) -> None:
-    """Compare the columns, some of them changed, with the seals of those above."""
+    """Compare the columns, some of them changed, with the seals of the original columns."""
     if seals is None:
         seals = build_seals(TOKENS, MASK, {**BY_TOKEN, **BY_ROW}) | {"plan": seal_constant(PLAN, 4)}
     by_token = {name: changed.get(name, column) for name, column in BY_TOKEN.items()}
@@ -91,7 +91,7 @@ def test_layouts_have_the_same_seals() -> None:
 
 
 def micro_batch(**changed: Tensor) -> MicroBatch:
-    """The columns above with their seals, as a loss reads them."""
+    """The original columns with their seals, as a loss reads them."""
     columns = {
         "responses": TOKENS,
         "response_mask": MASK,
@@ -132,7 +132,9 @@ def test_a_loss_checks_all_that_its_plan_tells_of() -> None:
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
 def test_the_engine_reads_the_tokens_and_the_mask_of_the_loss(rows: list[int]) -> None:
-    """Whole, and in parts of a micro-batch: one token of the model's input, or of the mask that the engine counts."""
+    """For a whole micro-batch and for its parts: one token of the model's input, or of the mask that the engine counts,
+    is changed.
+    """
 
     def nested(*lists: list[int]) -> Tensor:
         return torch.nested.as_nested_tensor([torch.tensor(each) for each in lists], layout=torch.jagged)

@@ -1,4 +1,4 @@
-"""Splits of a micro-batch: groups by hand, and what the corrected loss makes of the parts."""
+"""Splits of a micro-batch: groups by hand, and the corrected loss of the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of the weights that sampled each token: chunks over the runs of the response mask."""
+"""The version of the weights that sampled each token: chunks are assigned to runs of the response mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIXED = torch.tensor([UNKNOWN])
 
 
 def laid(turns: Any, mask: list[int], by_row: Tensor = MIXED) -> list[int]:
-    """Versions of one padded row."""
+    """The versions of one padded row."""
     (found,) = lay_out([turns], torch.tensor([mask]), by_row).tolist()
     return found
 
@@ -64,7 +64,9 @@ def test_a_row_whose_chunks_do_not_fit_is_unknown_whatever_its_row_says(case: st
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
-    """Turns of one to four chunks, tool outputs between them, the last one cut: turns, mask, and expected versions."""
+    """Draw turns of one to four chunks, separated by tool outputs, the last one truncated; return turns, mask and
+    expected versions.
+    """
     version, turns, mask, expected = 0, [], [], []
     for _ in range(draw(st.integers(1, 4))):
         gap = [0] * draw(st.integers(int(bool(turns)), 3))
@@ -82,7 +84,7 @@ def rows(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[int], list[
 
 @given(st.lists(rows(), min_size=1, max_size=4), st.integers(0, 3))
 def test_drawn_rows(drawn: list[Any], padding: int) -> None:
-    """Versions by token cover the response and nothing else, and never fall within a row."""
+    """Per-token versions cover exactly the response, and never decrease within a row."""
     width = max(len(mask) for _, mask, _ in drawn) + padding
     masks = torch.tensor([mask + [0] * (width - len(mask)) for _, mask, _ in drawn])
     turns_of_rows, none = [turns for turns, _, _ in drawn], torch.full((len(drawn),), UNKNOWN)
@@ -117,7 +119,9 @@ def test_versions_are_by_row_where_no_row_notes_chunks() -> None:
 
 
 def test_a_row_of_one_version_has_it_whatever_rows_stand_beside_it() -> None:
-    """Its chunks may fall short: verl names one version. Where a chunk names another, the row is not of one."""
+    """Its chunks may be too short, because verl names one version. If a chunk names another version, the row has
+    several versions.
+    """
 
     def tokens(*fields: dict[str, Any], mask: Tensor = MASK) -> list[list[int]]:
         found = read_versions(batch(*fields), mask)

@@ -1,4 +1,4 @@
-"""Score centering: reports of the workers, and log-probs of the likeliest tokens next to verl's own."""
+"""Score centering: the workers' reports, and the log-probs of the likeliest tokens compared with verl's own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ POSITIONS, VOCABULARY, SIZE = 200, 500, 20
 
 
 def in_float32(scaled: Tensor, tokens: Tensor) -> Tensor:
-    """As flash-attention's cross-entropy, which reads rounded logits and sums in float32."""
+    """Compute in float32 like flash-attention's cross-entropy, which reads rounded logits."""
     return scaled.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
@@ -78,7 +78,7 @@ def in_its_dtype(scaled: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("take", [in_float32, in_its_dtype])
 def test_they_are_of_one_distribution(temperature: float, dtype: torch.dtype, take: Any) -> None:
-    """An error of 0.1 nats in the mass of all likeliest tokens is one of thousands in the ratio of the tails."""
+    """An error of 0.1 nats in the mass of all likeliest tokens is an error of thousands in the ratio of the tails."""
     from recipe.offpolicy.centering.score_centering import compute_log_probs
     from verl.workers.engine.fsdp.transformer_impl import _scale_logits_by_temperature
 

@@ -21,7 +21,7 @@ QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launcher:
-    """``main`` in this process, with training replaced by a note that it would have begun."""
+    """Call ``main`` in this process, and note where training would have begun instead of training."""
 
     def run(*arguments: str, folder: Path | None = None) -> Launch:
         result = Launch()

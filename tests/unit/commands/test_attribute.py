@@ -1,4 +1,4 @@
-"""python -m recipe.offpolicy.attribute, and the steps it goes through."""
+"""python -m recipe.offpolicy.attribute, and the steps that it performs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: tables, overrides that a launch takes, JSON, pictures, and one sentence for bad input."""
+"""The command line: tables, overrides that a launch accepts, JSON, pictures, and one sentence for invalid input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GSM = "correction=[tis_token,gsm]"
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    """Two steps of 160 rows in groups of 4, short and long ones."""
+    """Two steps of 160 short and long rows, in groups of 4."""
     lengths = np.tile([6, 30, 200, 90], 40)
     return record(
         tmp_path / "run",
@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 @pytest.mark.slow
 def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints composes, and keeps at least the target when it is calibrated again."""
+    """The printed overrides compose, and a calibration with them keeps at least the target."""
     status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.95, "--target-ess", 0.9985)
     assert status == 0
     pasted = shlex.split(out.split("Overrides:")[1])
@@ -59,7 +59,7 @@ def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No row at pi = pi_old: status 1, the reason, and the other mask's bound all the same."""
+    """No row has pi = pi_old, so the status is 1 and the reason is printed; the other mask still gets a bound."""
     rows = drawn_rows([20] * 200, mini_batch=np.ones(200, dtype=np.int32))
     directory = record(tmp_path / "run", rows)
     status, out, _ = run(capsys, directory, "--spec", "correction=[opsm,gsm]", "--target-kept", 0.9)
@@ -87,9 +87,9 @@ def test_bad_input_is_a_sentence(
 
 
 def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Noise of 2 nats a token: a mean over one token is beyond 2.3 = log 10 in more than a tenth of the rows.
+    """With noise of 2 nats per token, more than a tenth of the rows have a mean over one token beyond 2.3 = log 10.
 
-    The doctor calls a bound there NO-OP.
+    The doctor calls such a bound NO-OP.
     """
     directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=2.0))
     status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)

@@ -1,4 +1,4 @@
-"""Every command: its help, missing packages, a reader that leaves, and all tools under one name."""
+"""Every command: its help, missing packages, a reader that closes the pipe, and all tools under one name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def without(tool: str, missing: tuple[str, ...], *arguments: object) -> subproce
 def test_packages_that_are_missing_are_one_line(
     tool: str, missing: tuple[str, ...], install: str, recording: Path
 ) -> None:
-    """Also those that the tool's modules import at once."""
+    """This includes packages that the tool's modules import at the top."""
     done = without(tool, missing, recording)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{tool}: not installed: {', '.join(missing)}. Fix: pip install {install}\n"
@@ -77,7 +77,7 @@ def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def complete(line: str, tmp_path: Path) -> list[str]:
-    """What the shell is offered behind ``line``."""
+    """Return the completions that the shell offers after ``line``."""
     answer = tmp_path / "answer"
     call(
         _ARGCOMPLETE="1",
@@ -116,7 +116,7 @@ def module(path: Path) -> str:
 
 
 def helped(command: list[str], cwd: Path, **variables: str) -> str:
-    """What a command prints for ``--help``, once it is known to have made nothing."""
+    """Return what a command prints for ``--help``, after checking that it created no file."""
     before = set((ROOT / "outputs").rglob("*"))
     done = subprocess.run(
         [*command, "--help"],

@@ -32,7 +32,7 @@ NEEDED = (
 
 
 def launch(folder: Path, *overrides: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """Launch a user's own main over verl's configuration, after the code ``before``."""
+    """Launch a user's own main program with verl's configuration, after running the code ``before``."""
     import verl.trainer.config
 
     (folder / "own.py").write_text(before + OWN.format(folder=str(Path(verl.trainer.config.__file__).parent)))

@@ -1,4 +1,4 @@
-"""Reward by length and length by correctness: by hand, from dumps, metrics and recordings."""
+"""Reward by length and length by correctness: by hand, and from dumps, metrics and recordings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def make_answers(label: str, lengths: list[int], rewards: list[float], prompts: 
 
 
 def test_a_bin_by_hand() -> None:
-    """40 short answers of two prompts, 30 right of one and none of the other; 40 long ones, all right."""
+    """40 short answers of two prompts, 30 correct for one prompt and none for the other; 40 long answers, all
+    correct.
+    """
     short, long = [10] * 40, [90] * 40
     rewards = [1.0] * 30 + [0.0] * 10 + [1.0] * 40
     of = make_answers("x", short + long, rewards, ["p"] * 30 + ["q"] * 10 + ["p", "q"] * 20)
@@ -44,7 +46,7 @@ def test_a_bin_by_hand() -> None:
 
 
 def write_dump(path: Path, step: int, right: dict[str, tuple[int, int]], n: int = 40) -> Path:
-    """``right``: prompt -> right answers of n, and letters of each answer."""
+    """Write a dump. ``right``: prompt -> number of correct answers of n, and letters of each answer."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         "".join(
@@ -94,7 +96,7 @@ def metrics(path: Path, steps: int = 3, **more: float | None) -> Path:
 
 
 def test_a_recorded_step_by_hand() -> None:
-    """Two prompts of four rows: 3 of 4 right, and none."""
+    """Two prompts with four rows each: 3 of 4 correct, and none."""
     rows = drawn_rows(LENGTHS, reward=REWARDS)
     found = measure_rows(rows, 1.0)
     assert (found.step, found.reward) == (1, 0.375)

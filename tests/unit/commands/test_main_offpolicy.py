@@ -1,4 +1,4 @@
-"""The command: what it refuses it refuses before Ray, with a status that scripts can see."""
+"""The command rejects a launch before Ray starts, with an exit status that scripts can read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 
 
 def ours(result: Launch) -> list[str]:
-    """The lines that are ours, of what was printed."""
+    """Return those lines of the output that are ours."""
     return [line.removeprefix("offpolicy: ") for line in result.printed.split("\n") if line.startswith("offpolicy: ")]
 
 
@@ -37,7 +37,7 @@ def test_check_alone_does_not_train(launch: Launcher) -> None:
 
 @pytest.mark.slow
 def test_a_check_asks_verl_and_the_workers_environment(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the launch would be stopped, before Ray."""
+    """The check stops where the launch would be stopped, before Ray starts."""
     monkeypatch.setenv("OFFPOLICY_X", "1")
     variable = "ray_kwargs.ray_init.runtime_env.env_vars.OFFPOLICY_X"
     for change, part in (
@@ -56,7 +56,7 @@ def test_a_check_asks_verl_and_the_workers_environment(launch: Launcher, monkeyp
 
 
 def command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python -m recipe.offpolicy.main_offpolicy`` in another directory, where Ray would leave its traces."""
+    """Run ``python -m recipe.offpolicy.main_offpolicy`` in another directory, where Ray would leave its traces."""
     return program(cwd, [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", *arguments])
 
 

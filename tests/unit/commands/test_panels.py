@@ -1,4 +1,4 @@
-"""Panels for TensorBoard and Weights & Biases: metrics that a run logs, in files that the two programs read."""
+"""Panels for TensorBoard and Weights & Biases: they show metrics that a run logs, in files that both programs read."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def counts(step: int, n: list[int], c: list[int], *, first: int = 0) -> Counts:
 
 
 def test_two_checkpoints_by_hand() -> None:
-    """pass@2 of 4 samples: 0 right 0, 1 right 1/2, 2 right 5/6, 4 right 1."""
+    """pass@2 of 4 samples: 0 for 0 correct, 1/2 for 1, 5/6 for 2, and 1 for 4."""
     one = counts(1, [4] * 12, [0, 1, 2, 4] * 3)
     other = counts(2, [4] * 12, [1, 1, 2, 4] * 3)
     found = rank_checkpoints([one, other], 2)
@@ -43,7 +43,7 @@ def sample(rates: Tensor, n: int, generator: torch.Generator) -> list[int]:
 
 
 def test_the_intervals_allow_for_all_pairs_and_the_choice_of_the_first() -> None:
-    """Six equal checkpoints: one is called worse in about 5 % of draws, and with 1.96 standard errors in a third."""
+    """With six equal checkpoints, about 5 % of the draws call one worse; with 1.96 standard errors, a third would."""
     generator = torch.Generator().manual_seed(0)
     sets, worse, naive = 120, 0, 0
     for _ in range(sets):
@@ -96,7 +96,7 @@ def test_the_command_ranks_runs_whose_steps_are_equal(tmp_path: Path, capsys: py
 
 
 def write(path: Path, rights: list[int], n: int = 8, *, step: int = 10, v1: bool = False, first: int = 0) -> Path:
-    """A dump in which prompt i has ``rights[i]`` of ``n`` right."""
+    """Write a dump in which prompt i has ``rights[i]`` correct answers of ``n``."""
     lines = []
     for prompt, right in enumerate(rights, first):
         for sample in range(n):

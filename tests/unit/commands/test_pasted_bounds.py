@@ -1,4 +1,4 @@
-"""Overrides that attribution and a report print run when they are pasted behind any launch."""
+"""Overrides printed by attribution and report run after any launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def composed(overrides: list[str]) -> CorrectionSpec:
 
 
 def launched(*overrides: str) -> CorrectionSpec:
-    """What a launch with these overrides would train with; fails where anything would stop it."""
+    """Return the configuration of a launch with these overrides; fail if a check would stop it."""
     given = [*LAUNCH, *overrides]
     with application(*given) as config:
         found = examine(config, given)

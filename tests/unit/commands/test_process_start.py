@@ -1,4 +1,4 @@
-"""What a check of a launch imports: verl's own code runs, and little of what verl needs for training."""
+"""The imports of a launch's check: verl's own code runs, but little of what verl needs for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("verl")
 pytestmark = pytest.mark.slow
 
 TRAINS_ONLY = {"ray", "transformers", "datasets", "pandas", "torch._dynamo", "sympy", "vllm", "megatron", "numba"}
-"""Packages that verl imports, and no check uses."""
+"""Packages that verl imports, but that no check uses."""
 # The program as `python -m` runs it; where it ends, which of these it has imported.
 WATCHED = f"""
 import atexit, os, runpy, sys

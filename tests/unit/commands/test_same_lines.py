@@ -1,4 +1,4 @@
-"""The launch, ``--check`` and the doctor accept and refuse the same command lines."""
+"""The launch, ``--check`` and the doctor accept and reject the same command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: tables, a picture, a page, JSON, and one sentence for what cannot be."""
+"""The command line: tables, a picture, a page, JSON, and one sentence for invalid input."""
 
 from __future__ import annotations
 

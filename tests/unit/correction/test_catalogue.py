@@ -1,4 +1,4 @@
-"""Names of statistics, options and aggregates: the same whatever the data, and all of them in the documentation."""
+"""Names of statistics, options and aggregates do not depend on the data, and are all documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, sta
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_names_are_the_same_whatever_the_data(name: str) -> None:
-    """Every rank and step must report the same keys; they become the logger's names."""
+    """Every rank and step must report the same keys, because they become the logger's names."""
     batch = random_batch(1)
     empty = replace(batch, mask=torch.zeros_like(batch.mask))
     matrices = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "staleness"}
@@ -27,7 +27,7 @@ def test_names_are_the_same_whatever_the_data(name: str) -> None:
 
 
 def test_a_minimum_or_maximum_is_said_in_a_name_only_where_it_is_one() -> None:
-    """verl chooses min and max by substring of the name."""
+    """verl chooses min and max by a substring of the name."""
     for correction in CORRECTIONS.values():
         for name, statistic in stages(correction, random_batch(1))[1].statistics.items():
             extreme = statistic.reduction in (Reduction.MIN, Reduction.MAX)
@@ -60,7 +60,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def read_table(page: str, header: str) -> set[str]:
-    """The names in the first column of the table of docs/PAGE that begins with ``header``."""
+    """Return the names in the first column of the table of docs/PAGE that begins with ``header``."""
     _, _, rest = (ROOT / "docs" / page).read_text().partition(f"| {header} |")
     first = [line.split("|")[1] for line in rest.partition("\n\n")[0].splitlines()[2:]]
     return {name for cell in first for pattern in cell.split("`")[1::2] for name in expanded(pattern)}
@@ -78,6 +78,6 @@ def test_the_documentation_has_every_aggregate_and_no_other() -> None:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """To write it again: python -c 'from tests.support.statistics_page import *; print(format_markdown())'."""
+    """To rewrite the table: python -c 'from tests.support.statistics_page import *; print(format_markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [line for line in format_markdown().splitlines() if line not in page] == []

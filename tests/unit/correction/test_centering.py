@@ -1,4 +1,4 @@
-"""Score centering by enumeration of the vocabulary, in float64, and what it refuses."""
+"""Score centering by enumeration of the vocabulary, in float64, and its errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FACTORS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def draw(spread: float, noise: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Logits of the policy, and log q of a sampler with noise on them."""
+    """Draw logits of the policy, and log q of a sampler with added noise."""
     generator = torch.Generator().manual_seed(0)
     logits = spread * torch.randn(POSITIONS, VOCABULARY, generator=generator, dtype=torch.float64)
     moved = logits + noise * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
@@ -58,14 +58,14 @@ def draw(spread: float, noise: float = 0.5) -> tuple[Tensor, Tensor]:
 
 
 def enumerate_score(factor: Any, logits: Tensor, log_q: Tensor) -> Tensor:
-    """E_q[f grad log p] by the logits: sum_v q(v) f(v) (1[u = v] - p(u))."""
+    """E_q[f grad log p] with respect to the logits: sum_v q(v) f(v) (1[u = v] - p(u))."""
     log_p = logits.log_softmax(-1)
     weighed = log_q.exp() * factor((log_p - log_q).exp())
     return weighed - weighed.sum(-1, keepdim=True) * log_p.exp()
 
 
 def centre(plain: dict[str, Any], logits: Tensor, log_q: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Gradient of C by the logits, and the drift of each position."""
+    """Return the gradient of C with respect to the logits, and the drift of each position."""
     leaf = logits.clone().requires_grad_()
     values, ids = log_q.topk(size)
     log_p = leaf.log_softmax(-1).gather(-1, ids)

@@ -1,4 +1,4 @@
-"""The two stages in a compiled graph, and on a device that is never waited for."""
+"""The two stages in a compiled graph, and on a device without synchronisation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outputs(step: StepStage) -> list[Tensor]:
     ("name", "measure"), [("stack", "nothing"), ("stack", "all"), ("token", "nothing"), ("turn", "nothing")]
 )
 def test_one_graph_for_all_shapes(name: str, measure: Any) -> None:
-    """Not a graph break, no compilation a shape, and what eager execution gives."""
+    """There is no graph break, no compilation per shape, and the same result as in eager execution."""
     correction: CorrectionSpec = CORRECTIONS[name]
     graphs = []
 

@@ -1,4 +1,4 @@
-"""Tables of other frameworks' keys against the names in their classes, and keys that no table has."""
+"""Tables of other frameworks' keys, compared with the names in their classes; and keys that no table contains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[2] / "d
 
 
 def list_paths(peer: str) -> set[str]:
-    """List the whole paths of the sections' keys, of all releases of one framework."""
+    """List the full paths of the sections' keys, for all releases of one framework."""
     found = set()
     for release, sections in KEYS.items():
         for section, names in sections.items() if release.split()[0] == peer else ():
@@ -46,7 +46,7 @@ def test_every_key_of_the_classes_is_in_the_table(peer: str) -> None:
 
 @pytest.mark.parametrize("peer", sorted(PEERS))
 def test_a_misspelt_key_is_an_error_that_names_it(peer: str) -> None:
-    """A letter left out, doubled or swapped, in a whole document and among arguments."""
+    """A letter is left out, doubled or swapped, in a whole document and among arguments."""
     for path in set(PEERS[peer].read) - {"beta"}:  # of the KL term, too short to tell
         above, dot, name = path.rpartition(".")
         place = len(name) // 2
@@ -69,7 +69,7 @@ def test_a_name_like_a_corrections_is_an_error_anywhere(peer: str, key: str) -> 
 
 
 def test_values_of_every_release_are_read() -> None:
-    """A cap by TRL's older name, open-instruct's off, AReaL's two older caps, OpenRLHF's three generations."""
+    """A cap by TRL's older name, open-instruct's off, AReaL's two older caps, and three generations of OpenRLHF."""
     read = CorrectionSpec.from_peer
     trl = read("trl", {"vllm_importance_sampling_cap": 5.0}).weight
     assert trl is not None
@@ -96,7 +96,7 @@ def test_values_of_every_release_are_read() -> None:
 
 
 def test_losses_around_mu() -> None:
-    """SkyRL's losses on pi / mu: rollout_is keeps r in [1 - 0.2, 1 + 0.3], DPPO differences of at most 0.2."""
+    """SkyRL's losses on pi / mu: rollout_is keeps r in [1 - 0.2, 1 + 0.3], DPPO keeps differences of at most 0.2."""
     read = CorrectionSpec.from_skyrl
     reject = read({"policy_loss_type": "rollout_is", "eps_clip_high": 0.3}).weight
     assert reject is not None
@@ -196,7 +196,7 @@ def test_what_would_be_lost_in_silence_is_an_error(peer: str, document: dict[str
 
 
 def test_values_that_are_objects_are_values() -> None:
-    """Dates and paths have attributes without end, and a configuration's own objects are sections."""
+    """Dates and paths have many attributes but are values; a configuration's own objects are sections."""
     plain = {"start": datetime.date(2026, 1, 1), "output_dir": Path("/tmp/run"), "use_tis": True}
     assert CorrectionSpec.from_peer("slime", plain) == CorrectionSpec.from_peer("slime", {"use_tis": True})
     trainer = SimpleNamespace(loss=SimpleNamespace(type="ipo", ipo_threshold=0.2), output_dir=Path("/tmp/run"))

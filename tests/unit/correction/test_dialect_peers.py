@@ -1,6 +1,6 @@
 """Corrections in the keys of AReaL, TRL, SkyRL, NeMo-RL, ROLL, slime, miles, ms-swift, OpenRLHF and others.
 
-Expected numbers are worked out by the rule in each framework's public source, on the rows below.
+Expected numbers follow from the rule in each framework's public source, for these rows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_trl(fields: dict[str, Any], expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("advantage", "kept"), [(-1.0, [0.0, 0.0, 1.0, 1.0]), (0.0, [1.0] * 4), (1.0, [1.0] * 4)])
 def test_trls_opsm(advantage: float, kept: list[float]) -> None:
-    """mean log(mu / pi) is 0.1 in row 0, 0.04 in row 1: above 0.05 a row with A < 0 is dropped."""
+    """mean log(mu / pi) is 0.1 in row 0 and 0.04 in row 1; above 0.05, a row with A < 0 is dropped."""
     opsm = CorrectionSpec.from_trl({"off_policy_mask_threshold": 0.05, f"{STEM}_correction": False})
     pi = [[-0.3, 0.1], [-0.02, -0.06]]
     assert factors(opsm, old=pi, pi=pi, advantages=advantage) == kept
@@ -110,7 +110,7 @@ def test_skyrl(section: dict[str, Any], expected: list[float]) -> None:
 
 
 def test_skyrls_sequence_statistics_see_what_the_token_mask_left() -> None:
-    """Ratios e^0.25, e^1.5, e^-1.75 multiply to 1; without the two outside [0.5, 2] the rest gives e^0.25 = 1.284."""
+    """Ratios e^0.25, e^1.5, e^-1.75 multiply to 1; without the two outside [0.5, 2], the product is e^0.25 = 1.284."""
     keys = {"tis_ratio_type": "sequence", "token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
     found = factors(CorrectionSpec.from_skyrl(keys), mu=torch.zeros(1, 3), old=[[0.25, 1.5, -1.75]])
     assert found == pytest.approx([math.exp(0.25), 0.0, 0.0])
@@ -138,7 +138,7 @@ def test_nemo_rl(loss: dict[str, Any], expected: list[float]) -> None:
 
 
 def test_nemo_rls_outlier_rule() -> None:
-    """Mean exp|log rho| of row 0 is (4 + 2) / 2 = 3, of row 1 1.1; rows that are dropped leave the counts."""
+    """Mean exp|log rho| is (4 + 2) / 2 = 3 in row 0 and 1.1 in row 1; dropped rows leave the counts."""
     outlier = CorrectionSpec.from_peer("nemo_rl", {"loss_fn": IS | {TYPE: "tis", RATIO: 2.0}, ROW_LIMIT: 2.0})
     assert factors(outlier) == pytest.approx([0.0, 0.0, 1.1, 1.1], rel=1e-6)
     assert outlier.denominator == "kept"
@@ -183,7 +183,7 @@ def test_roll(section: dict[str, Any], expected: list[float]) -> None:
 
 
 def test_rolls_segments_are_turns() -> None:
-    """Turn 0 of row 0 is its first token, turn 1 its second: ratios 4 and 0.5, each by itself."""
+    """Turn 0 of row 0 is its first token, turn 1 its second token: ratios 4 and 0.5."""
     weight = roll(is_weight={"enabled": True, "weight_type": "segment", "upper_bound": 3.0})
     turns = [[0, 1], [0, 0]]
     assert factors(weight, turns=turns) == pytest.approx([3.0, 0.5, 1.1, 1.1], rel=1e-6)
@@ -223,7 +223,7 @@ def test_slime_and_miles(framework: str, arguments: dict[str, Any], expected: li
 
 
 def test_slimes_opsm() -> None:
-    """mean log(pi_old / pi) = 0.1 > 0.01 in row 0: its token with A < 0 is dropped, the other stays."""
+    """mean log(pi_old / pi) = 0.1 > 0.01 in row 0, so its token with A < 0 is dropped, and the other token stays."""
     rows: dict[str, Any] = dict(old=torch.zeros(2, 2), pi=[[-0.2, 0.0], [0.2, 0.0]])
     advantages = torch.tensor([[-1.0, 1.0], [-1.0, 1.0]])
     opsm = CorrectionSpec.from_peer("slime", {"use_opsm": True, "opsm_delta": 0.01})

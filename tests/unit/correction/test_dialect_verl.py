@@ -1,4 +1,4 @@
-"""Corrections in verl's keys decide what verl's installed helper decides."""
+"""Corrections in verl's keys make the same decisions as verl's installed helper."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THRESHOLDS = {
 
 
 def verl_batch(seed: int = 0, rows: int = 48, width: int = 24) -> tuple[Tensor, Tensor, Tensor]:
-    """pi_old, mu and mask; rows drift by 1e-4 to 1 nats a token, so that any bound divides them."""
+    """pi_old, mu and mask; rows drift by 1e-4 to 1 nats per token, so every bound separates them."""
     generator = torch.Generator().manual_seed(seed)
     scale = 10 ** (-4 * torch.rand(rows, 1, generator=generator, dtype=torch.float64))
     old = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
@@ -48,7 +48,7 @@ def verl_batch(seed: int = 0, rows: int = 48, width: int = 24) -> tuple[Tensor, 
 
 
 def verl_coefficients(config: Any, old: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
-    """weight x mask that verl's loss applies, where pi is the policy that ``old`` holds."""
+    """weight x mask that verl's loss applies if the policy is ``old``."""
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     arguments = {name: config.get(name) for name in names if config.get(name) is not None}
     weights, kept, _ = compute_rollout_correction_and_rejection_mask(old, mu, mask, **arguments)

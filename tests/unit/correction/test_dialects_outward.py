@@ -1,4 +1,4 @@
-"""Corrections in the keys of SkyRL, TRL and verl: round trips, and what these cannot say."""
+"""Corrections in the keys of SkyRL, TRL and verl: round trips, and corrections that these cannot express."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ PARTS: dict[str, list[list[dict[str, Any]]]] = {
         ],
     ],
 }
-"""Keys of each framework in parts, of which every combination is tried."""
+"""Keys of each framework in parts; every combination is tried."""
 
 
 def nearly(one: dict[str, Any]) -> Any:
-    """The plain values with bounds to 12 digits: 1 / (1 / x) may differ in the last."""
+    """The plain values with bounds to 12 digits, because 1 / (1 / x) may differ in the last digit."""
     return {
         key: nearly(value) if isinstance(value, dict) else float(f"{value:.12g}") if type(value) is float else value
         for key, value in one.items()

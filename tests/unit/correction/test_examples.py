@@ -16,7 +16,7 @@ FLAGS = doctest.ELLIPSIS | doctest.FAIL_FAST
 
 
 def public_functions() -> Iterator[str]:
-    """Names of the room's public functions, as "module:function"."""
+    """Names of the package's public functions, as "module:function"."""
     for found in pkgutil.walk_packages(correction.__path__, f"{correction.__name__}."):
         for name, member in vars(importlib.import_module(found.name)).items():
             own = inspect.isfunction(inspect.unwrap(member)) and member.__module__ == found.name

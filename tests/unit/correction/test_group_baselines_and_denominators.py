@@ -1,4 +1,4 @@
-"""What a batch's rejected rows do to baselines of their groups and to the loss's denominators."""
+"""The effect of rejected rows on the baselines of their groups and on the loss's denominators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn
 
 
 def scale_of(mode: str, mask: torch.Tensor, keep: torch.Tensor, group: torch.Tensor, rows: int) -> torch.Tensor:
-    """Scale of rows whose tokens are kept as ``keep`` says, ``rows`` of them in a mini-batch."""
+    """Return the scale of rows whose kept tokens are given by ``keep``, with ``rows`` rows in a mini-batch."""
     tokens, kept = (each.sum(-1).double() for each in (mask, mask & keep))
     return compute_scale_of_counts(mode, tokens=tokens, kept=kept, mini_batch=group, mini_batch_rows=rows)
 

@@ -1,7 +1,7 @@
 """Identities that hold for every correction, on any batch.
 
-Log-probs are multiples of 1/64 above -4, so that their differences and sums are exact in every dtype and results can
-be compared to the bit.
+Log-probs are multiples of 1/64 above -4, so their differences and sums are exact in every dtype, and results can be
+compared bitwise.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.support.examples import at_most
 
 
 def same(one: StepStage, two: StepStage, *, statistics: bool = True, besides: str = "") -> None:
-    """Keep to the bit; weights to the bit, up to the rounding of the mean that normalised ones are divided by.
+    """Compare keep and weights bitwise; normalised weights up to the rounding of the mean.
 
-    Statistics too, ``besides`` one.
+    Statistics are compared too, except those in ``besides``.
     """
     assert torch.equal(one.keep, two.keep)
     assert torch.allclose(one.weight, two.weight, rtol=2e-7, atol=0.0)
@@ -45,7 +45,7 @@ def same(one: StepStage, two: StepStage, *, statistics: bool = True, besides: st
     draw.lists(draw.sampled_from([math.nan, math.inf, -math.inf, 1e30]), min_size=4, max_size=4),
 )
 def test_what_is_off_the_mask_is_never_read(correction: CorrectionSpec, rows: Rows, junk: list[float]) -> None:
-    """Padding and tool tokens alike, their ids too: the holes of these masks lie anywhere."""
+    """Padding, tool tokens and their ids are never read; the holes of these masks are anywhere."""
     names = ("mu", "old", "pi", "advantages")
     filled = {
         name: torch.where(rows.mask, getattr(rows, name), torch.tensor(value))
@@ -61,7 +61,7 @@ def test_what_is_off_the_mask_is_never_read(correction: CorrectionSpec, rows: Ro
 @examples
 @given(corrections(), batches(), draw.integers(1, 3), draw.booleans())
 def test_more_padding_changes_nothing(correction: CorrectionSpec, rows: Rows, columns: int, left: bool) -> None:
-    """The same rows in a wider batch, padded on either side; what V1 does at every micro-batch."""
+    """The same rows in a wider batch, padded on either side, as V1 does in every micro-batch."""
     sides = (columns, 0) if left else (0, columns)
 
     def pad(values: Tensor) -> Tensor:
@@ -118,7 +118,9 @@ def test_a_token_without_mu_or_pi_old_is_as_if_masked(
 @examples
 @given(corrections(), batches(min_rows=1), draw.integers(0, 4), draw.integers(0, 4))
 def test_micro_batches_add_up_to_the_whole(correction: CorrectionSpec, rows: Rows, one: int, two: int) -> None:
-    """With the batch's constants weight, keep and every statistic are those of the whole; an empty part is no harm."""
+    """With the batch's constants, weight, keep and every statistic equal those of the whole batch; an empty part does
+    no harm.
+    """
     low, high = sorted((one, two))
     constants = constants_of(correction, rows)
     parts = [decide(correction, rows[part], constants) for part in (slice(0, low), slice(low, high), slice(high, None))]
@@ -150,7 +152,7 @@ def test_nothing_carries_a_gradient(correction: CorrectionSpec, rows: Rows) -> N
 @settings(examples, max_examples=at_most(20))
 @given(correction=corrections(), rows=batches())
 def test_the_dtype_does_not_matter(dtype: torch.dtype, correction: CorrectionSpec, rows: Rows) -> None:
-    """These log-probs are exact in each, so anything computed in a short dtype would show."""
+    """These log-probs are exact in each dtype, so any computation in a short dtype would show."""
     assert torch.equal(rows.mu.to(dtype).float(), rows.mu)
     step, single = decide(correction, rows.to(dtype)), decide(correction, rows)
     assert torch.equal(step.keep, single.keep)

@@ -1,4 +1,4 @@
-"""Masks, weights, units and pi_old by hand, up to the bound itself."""
+"""Masks, weights, units and pi_old by hand, including values at the bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG = math.log
 
 
 def constant_drift(log_rho: float, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A row whose tokens all have the log-ratio pi_old / mu, to the last bit (mu is 0)."""
+    """A row in which every token's log-ratio pi_old / mu is bitwise the same (mu is 0)."""
     return dict(mu=torch.zeros(1, tokens), old=torch.full((1, tokens), log_rho), dtype=dtype)
 
 
@@ -30,7 +30,7 @@ def constant_drift(log_rho: float, tokens: int, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("bound", [0.99, 1.01])
 def test_gsm_keeps_the_bound_and_drops_the_next_number(bound: float, tokens: int, dtype: torch.dtype) -> None:
-    """Inclusive: the float32 log of the bound is inside, one float32 step away from 0 is outside."""
+    """Bounds are inclusive: the float32 log of the bound is inside, and the next float32 away from 0 is outside."""
     at = np.float32(LOG(bound))
     beyond = np.nextafter(at, np.float32(math.copysign(1.0, at)))
     assert kept(run(spec(gsm=GSM), **constant_drift(float(at), tokens, dtype))) == [True]
@@ -44,7 +44,9 @@ def test_gsm_keeps_the_bound_and_drops_the_next_number(bound: float, tokens: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [0.125, 0.5])
 def test_opsm_keeps_exactly_delta(delta: float, dtype: torch.dtype, tokens: int) -> None:
-    """Strict >: mean log(mu/pi) = delta is kept, 2^-10 more is dropped (all are exact in each dtype)."""
+    """The comparison is a strict >: mean log(mu/pi) = delta is kept, and 2^-10 more is dropped (all are exact in each
+    dtype).
+    """
     zeros = torch.zeros(1, tokens)
     at = dict(mu=zeros, old=zeros, dtype=dtype, advantages=-1)
     step = 2.0**-10 if dtype is not torch.bfloat16 else 2.0**-8
@@ -57,7 +59,9 @@ def test_opsm_keeps_exactly_delta(delta: float, dtype: torch.dtype, tokens: int)
 
 @pytest.mark.parametrize("kind", ["k2", "k3", "tv"])
 def test_a_divergence_at_its_bound(kind: str) -> None:
-    """Exact in every dtype: (1/2)^2 / 2 = 1/8. Of the others, the value that the ratio e^0.5 gives in float32."""
+    """(1/2)^2 / 2 = 1/8 is exact in every dtype. For the others, the bound is the value that the ratio e^0.5 gives in
+    float32.
+    """
     value = {"k2": 0.125, "k3": math.exp(0.5) - 1.5, "tv": (math.exp(0.5) - 1) / 2}[kind]
     at = float(np.float32(value))
     for upper, expected in ((at, True), (float(np.nextafter(np.float32(at), np.float32(0))), False)):
@@ -74,7 +78,7 @@ def budget_of(budget: float, rows: list[list[float]], mask: Any = None) -> list[
 
 
 def test_m2po_drops_equals_together() -> None:
-    """Squares 0, 1/4 and 1/4: one of them alone would leave 1/8 in a budget of 0.15, both leave 1/6."""
+    """Squares 0, 1/4 and 1/4: one of the two alone would leave 1/8 with a budget of 0.15, both together leave 1/6."""
     assert budget_of(0.15, [[0.0, 0.5, -0.5]]) == [[True, False, False]]
     assert budget_of(0.17, [[0.0, 0.5, -0.5]]) == [[True, True, True]]
     assert budget_of(0.25, [[0.5, -0.5], [0.5, 0.5]]) == [[True, True], [True, True]]
@@ -89,7 +93,7 @@ def by_sign(**weights: dict[str, Any]) -> CorrectionSpec:
 
 
 def test_a_weight_after_a_tools_result_alone() -> None:
-    """rho = 8 everywhere; 1 before the tool's token, min(8, 2) after it, and kept in any case."""
+    """rho = 8 everywhere: the weight is 1 before the tool's token, min(8, 2) after it, and all tokens are kept."""
     mask, turns = [[1, 0, 1, 1], [1, 1, 1, 1]], [[0, 0, 1, 1], [0, 0, 0, 0]]
     weights = by_sign(a=TIS | {"when": "post_tool"})
     step = run(weights, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
@@ -112,14 +116,16 @@ NAN, INF = math.nan, math.inf
 
 
 def test_the_clamp_is_at_the_exp_only() -> None:
-    """A row of 100 nats against 1 token of -99: the mean counts all of it. Clamped, it would be (20 - 20) / 2."""
+    """A row with one token of 100 nats and one of -99: the mean includes all of it. Clamped, the mean would be (20 -
+    20) / 2.
+    """
     step = run(spec(opsm=opsm(0.4)), mu=[[0.0, 0.0]], old=[[0.0, 0.0]], pi=[[99.0, -100.0]], advantages=-1)
     # (99 - 100) / 2 = -0.5 < -0.4
     assert not step.keep.any()
 
 
 def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
-    """k3 = x^2/2 + x^3/6 + ..., where r - 1 - log r written out in float32 gives 0 or 1e-7, for x = +-1e-4 and 1e-6."""
+    """k3 = x^2/2 + x^3/6 + ...; r - 1 - log r, computed in float32, would be 0 or 1e-7 for x = +-1e-4 and 1e-6."""
     x = tensor([1e-4, -1e-4, 1e-6])
     exact = [v * v / 2 + v**3 / 6 + v**4 / 24 for v in x.double().tolist()]
     assert compute_divergence("k3", x).tolist() == pytest.approx(exact, rel=1e-8, abs=0.0)
@@ -133,7 +139,7 @@ def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
 def test_ids_of_any_integer_type_and_size(dtype: torch.dtype) -> None:
-    """The least and greatest number of the type are names like others; so is the one that stands on padding."""
+    """The least and greatest number of the type are ordinary ids, and so is the id on padding."""
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     ids = torch.tensor([[high, low, high, 0, low]], dtype=dtype)
     valid = torch.tensor([[True, True, False, True, True]])
@@ -161,7 +167,7 @@ def test_ids_of_any_integer_type_and_size(dtype: torch.dtype) -> None:
     ],
 )
 def test_tokens_without_mu_keep_their_gradient_where_mu_is_not_read(correction: dict[str, Any], reads: bool) -> None:
-    """mu is NaN on the first token, pi_old on the last."""
+    """mu is NaN on the first token, and pi_old on the last."""
     spec = CorrectionSpec.from_mapping(correction)
     assert spec.reads_mu == reads
     if "stale" not in dict(spec.masks):
@@ -175,7 +181,8 @@ MU, OLD, PI = tensor([[-1.0, -2.0]]), tensor([[-1.5, -2.25]]), tensor([[-2.0, -1
 
 
 def test_the_share_by_age_is_that_of_areal() -> None:
-    """Its code has v_theta in force and v_prox = v_theta - 1: (v_prox - v_mu) / (v_theta - v_mu) = (a - 1) / a.
+    """In AReaL's code, v_theta is the current version and v_prox = v_theta - 1: (v_prox - v_mu) / (v_theta - v_mu) = (a
+    - 1) / a.
 
     From log mu = -1 to log pi = -2, and from -2 to -1.
     """

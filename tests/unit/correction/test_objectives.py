@@ -1,4 +1,4 @@
-"""Weights that are unbiased by enumeration, and masks that are verl's trust regions."""
+"""Weights are unbiased, shown by enumeration, and masks equal verl's trust regions."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=2)))
 
 
 def policy(seed: int) -> tuple[Tensor, Tensor]:
-    """Logits of the first token (3,) and of the second given the first (3, 3)."""
+    """Logits of the first token (3,), and of the second given the first (3, 3)."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))  # type: ignore[return-value]
 
 
 def log_probs(logits: tuple[Tensor, Tensor]) -> Tensor:
-    """log-probs of both tokens of each sequence, (9, 2)."""
+    """Log-probs of both tokens of each sequence, (9, 2)."""
     first, second = (x.log_softmax(-1) for x in logits)
     return torch.stack([first[SEQUENCES[:, 0]], second[SEQUENCES[:, 0], SEQUENCES[:, 1]]], dim=-1)
 
 
 def enumerated_weights(kind: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]:
-    """mu's and pi_old's probabilities of the 9 sequences, and the weights (9, 2)."""
+    """Probabilities of the 9 sequences under mu and pi_old, and the weights (9, 2)."""
     mu, old = log_probs(policy(0)), log_probs(policy(1))
     step = run(spec(kind), mu=mu, old=old, dtype=torch.float64)
     return mu.sum(-1).exp(), old.sum(-1).exp(), step.weight
@@ -71,7 +71,9 @@ def test_truncation_and_no_weight_break_that(kind: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_binary_kl_mask_is_the_trust_region_of_dppo(advantage: float) -> None:
-    """verl's dppo_kl drops KL(old, pi) > 0.05 where p has moved away from p_old by the sign of A; so does our mask."""
+    """verl's dppo_kl drops tokens with KL(old, pi) > 0.05 if p has moved away from p_old in the direction of A; so does
+    our mask.
+    """
     generator = torch.Generator().manual_seed(0)
     old = torch.rand(1, 400, generator=generator, dtype=torch.float64).log()
     pi = torch.rand(1, 400, generator=generator, dtype=torch.float64).log()

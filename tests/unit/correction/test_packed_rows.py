@@ -1,4 +1,6 @@
-"""Rows packed end to end are decided and measured as padded ones are; blocks of rows are the batch, piece by piece."""
+"""Rows packed end to end get the same decisions and statistics as padded rows, and blocks of rows add up to
+the batch.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,13 @@ def nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lengths_of(mask: Tensor, spare: list[int]) -> list[int]:
-    """Up to each row's last response token, and ``spare`` tokens more where the row is wide enough."""
+    """Lengths up to each row's last response token, plus ``spare`` tokens where the row is wide enough."""
     last = [max((t + 1 for t, there in enumerate(row) if there), default=0) for row in mask.tolist()]
     return [min(length + more, mask.shape[1]) for length, more in zip(last, spare, strict=False)]
 
 
 def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], ages: Tensor | None = None) -> None:
-    """To the bit where sums are exact; statistics to 1e-12."""
+    """Compare bitwise where sums are exact; statistics to 1e-12."""
     stage, step = both_stages(correction, rows, staleness=ages)
     packed_ages = packed(ages, lengths) if ages is not None and ages.dim() == 2 else ages
     packed_stage, packed_step = both_stages(correction, pack(rows, lengths), staleness=packed_ages)
@@ -70,7 +72,7 @@ def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], ages: Tenso
 @examples
 @given(corrections(by_age=True), batches(), draw.lists(draw.integers(0, 3), min_size=12, max_size=12), draw.booleans())
 def test_any_correction(correction: CorrectionSpec, rows: Rows, spare: list[int], by_token: bool) -> None:
-    """Holes, empty rows, tokens without mu, all levels; ages of 0 to 4, by token and by row."""
+    """Holes, empty rows, tokens without mu, all levels, and ages of 0 to 4, per token and per row."""
     lengths = lengths_of(rows.mask, spare)
     ages = (
         (torch.arange(rows.mask.numel()) % 5).reshape(rows.mask.shape) if by_token else torch.arange(len(lengths)) % 5
@@ -138,7 +140,7 @@ def test_rows_that_do_not_fit(wrong: Tensor, message: str) -> None:
 
 
 def test_offsets_may_be_another_tensor_of_the_same_values() -> None:
-    """As they are once rows have been through a store, or on their own way to the device."""
+    """This is the case after rows have been stored, or while they are being moved to the device."""
     rows = [packed(torch.zeros(3, 2), [2, 1, 1]) for _ in range(4)]
     assert len({id(one.offsets()) for one in rows}) == 4
     stage = rollout_stage(
@@ -152,7 +154,7 @@ LENGTHS = draw.lists(draw.integers(0, 5), min_size=1, max_size=12)
 
 @given(LENGTHS, draw.integers(1, 12))
 def test_blocks_of_nested_rows(lengths: list[int], most: int) -> None:
-    """In order, each as large as it may be, and with its own rows."""
+    """The blocks are in order, each is as large as allowed, and each contains its own rows."""
     values = torch.arange(60).reshape(12, 5)[: len(lengths)]
     column = packed(values, lengths)
     blocks = list(split_tokens({"one": column, "other": column + 100}, most))

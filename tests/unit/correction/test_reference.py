@@ -1,4 +1,4 @@
-"""Every word of the vocabulary against an independent reading of it: float64, lists, a token at a time."""
+"""Every word of the vocabulary, compared with an independent implementation: float64, lists, one token at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ SIGNS = [*BY_ADVANTAGE, ("post_tool", "row")]
 
 
 def rough(seed: int, rows: int = 24, tokens: int = 10, drift: float = 0.15) -> Rows:
-    """Multi-turn rows of full float32 noise: holes of tool tokens, empty rows, a row of one token, mixed signs."""
+    """Multi-turn rows with full float32 noise: holes of tool tokens, empty rows, a row of one token, and
+    mixed signs.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(size: float) -> torch.Tensor:
@@ -63,7 +65,7 @@ BATCHES = [rough(1), rough(2, rows=5, tokens=16)]
 
 
 def agree(correction: CorrectionSpec, rows: Rows, *, parts: bool = True, tolerance: float = 1e-6) -> reference.Expected:
-    """Keep exactly, each part's decision exactly, the weight to a relative tolerance."""
+    """Compare keep and each part's decision exactly, and the weight with a relative tolerance."""
     want, step = reference.expected(correction.to_mapping(), rows.lists), decide(correction, rows, measure="nothing")
     assert want.margin > CLEAR, "choose bounds clear of the data"
     assert step.keep.tolist() == want.keep
@@ -90,7 +92,7 @@ def test_nothing_of_the_vocabulary_is_left_out() -> None:
 
 
 def between(values: list[float], share: float) -> float:
-    """Half way between two neighbours, so that no value is near; the widest gap around the quantile."""
+    """Return the midpoint of the widest gap around the quantile, so that no value is close to it."""
     values = sorted(set(values))
     middle = int(share * len(values))
     gaps = range(max(middle - 2, 1), min(middle + 3, len(values)))
@@ -99,7 +101,7 @@ def between(values: list[float], share: float) -> float:
 
 
 def extremes(mask: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The least and the greatest value of each unit, which are one where a unit has one value."""
+    """Return the least and the greatest value of each unit; they are equal if a unit has one value."""
     found = [
         reference.statistics(mask, rows.lists, unit)
         for rows in BATCHES
@@ -173,7 +175,7 @@ def test_every_budget(budget: float) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_age(level: str) -> None:
-    """Units of the drawn rows are 1 to 3 versions old, and those without a token have no age."""
+    """Units of the drawn rows are 1 to 3 versions old; units without a token have no age."""
     base: dict[str, Any] = dict(aggregate="staleness", level=level)
     masks = {
         f"{when}_{sign}_{upper}": base | dict(when=when, sign=sign, upper=upper)

@@ -1,4 +1,4 @@
-"""Corrections that cannot be meant are refused by key, value and fix; their neighbours are accepted."""
+"""Invalid corrections are rejected with key, value and fix; the nearest valid corrections are accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ M, W = "correction.masks.m.", "correction.weight."
 
 
 def named(**keys: Any) -> dict[str, Any]:
-    """A mask under the name m that is not GSM."""
+    """A mask named m that differs from GSM."""
     return {"masks": {"m": keys}}
 
 
@@ -246,6 +246,6 @@ def test_refused(mapping: Any, key: str, said: str) -> None:
     ids=str,
 )
 def test_accepted(mapping: Any) -> None:
-    """The nearest corrections to those above that can be meant, which also come back from their mappings."""
+    """The nearest valid corrections, which also survive a round trip through their mappings."""
     correction = CorrectionSpec.from_mapping(mapping)
     assert CorrectionSpec.from_mapping(correction.to_mapping()) == correction

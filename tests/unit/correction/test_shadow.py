@@ -1,4 +1,4 @@
-"""Shadow mode: what corrections that are off would have done, and which of them can be reported on."""
+"""Shadow mode: what inactive corrections would have done, and which of them can be reported."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
 
 
 def test_what_is_fixed_for_the_batch_comes_from_its_constants() -> None:
-    """Of two tokens, whose ratios are 2 and 1: (log 2)^2 = 0.48 is kept under a cut of 0.5, and dropped under 0.04."""
+    """Two tokens with ratios 2 and 1: (log 2)^2 = 0.48 is kept with a cut of 0.5, and dropped with 0.04."""
     old = torch.tensor([[math.log(2), 0.0]])
     columns = dict(rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
     stage = rollout_stage(CorrectionSpec(), old_log_prob=old, **columns)
@@ -136,7 +136,7 @@ def test_what_cannot_be_reported_on_is_an_error(name: str, message: str) -> None
 
 
 def test_a_shadow_that_cannot_decide_raises() -> None:
-    """It is not left out in silence, whatever stands before it."""
+    """It is never left out silently, whatever precedes it."""
     ones = torch.ones(1, 2)
     stage = rollout_stage(CorrectionSpec(), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
     for level, ids in (("turn", "segment_ids"), ("version", "versions")):
@@ -146,7 +146,7 @@ def test_a_shadow_that_cannot_decide_raises() -> None:
 
 
 def test_metrics_of_an_option_are_not_reduced_by_its_name() -> None:
-    """verl chooses min and max by substring of the name."""
+    """verl chooses min and max by a substring of the name."""
     ones = torch.ones(1, 2)
     stage = rollout_stage(CorrectionSpec(), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
     shadows, _ = parse_shadows(["paper/minpro"], {"paper/minpro": {"weight": TIS}}.__getitem__, 0.1)

@@ -1,4 +1,4 @@
-"""What a correction holds, the number by which two of them are one, and bounds that move during a run."""
+"""The content of a correction, the fingerprint that identifies it, and bounds that move during a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_which_parts_wait_for_the_step_and_which_reject_before() -> None:
 
 
 def test_fingerprints_are_the_same_in_every_release() -> None:
-    """Literal values, so that no word of the vocabulary is renamed unseen: two releases would not agree."""
+    """The values are literals, so a renamed word of the vocabulary is noticed; otherwise two releases would
+    disagree.
+    """
     assert CorrectionSpec().fingerprint() == 868979497
     assert spec(TIS).fingerprint() == 1591711840
     assert spec(gsm=GSM).fingerprint() == 960502562

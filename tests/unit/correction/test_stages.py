@@ -1,4 +1,4 @@
-"""The two stages: what they refuse, what they hand on, and rows that hold nothing to decide on."""
+"""The two stages: their errors, what they pass on, and rows on which nothing is decided."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STACK = spec(TIS, gsm=GSM, opsm=opsm(0.1), drift=band(0.5, 2.0, aggregate="produ
 
 @pytest.mark.parametrize("other", [spec(), spec(TIS | {"upper": 3.0}), spec(TIS, gsm=GSM)])
 def test_the_stages_are_of_one_correction(other: CorrectionSpec) -> None:
-    """Else a weight that is asked for at the step would be missing in silence."""
+    """Otherwise, a weight that depends on the step would silently be missing."""
     ones = torch.ones(1, 1)
     stage = rollout_stage(spec(TIS), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
     with pytest.raises(ValueError, match="run rollout_stage again"):
@@ -32,7 +32,7 @@ def test_the_stages_are_of_one_correction(other: CorrectionSpec) -> None:
 
 @pytest.mark.parametrize("wrong", ["old_log_prob", "rollout_log_prob", "response_mask"])
 def test_shapes_that_differ_in_the_rollout_stage(wrong: str) -> None:
-    """A (B, 1) tensor would broadcast in silence."""
+    """A (B, 1) tensor would silently broadcast."""
     tensors: dict[str, Any] = dict.fromkeys(["old_log_prob", "rollout_log_prob", "response_mask"], torch.ones(2, 3))
     with pytest.raises(ValueError, match=rf"{wrong}.*\(2, 1\)"):
         rollout_stage(STACK, **tensors | {wrong: torch.ones(2, 1)})
@@ -40,7 +40,7 @@ def test_shapes_that_differ_in_the_rollout_stage(wrong: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["log_prob", "advantages"])
 def test_shapes_that_differ_in_the_step_stage(wrong: str) -> None:
-    """Advantages of (B,) or (B, 1) would broadcast to another matrix."""
+    """Advantages of shape (B,) or (B, 1) would broadcast to another matrix."""
     ones = torch.ones(3, 3)
     stage = rollout_stage(STACK, old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
     for bad in (torch.ones(3), torch.ones(3, 1)):
@@ -50,7 +50,7 @@ def test_shapes_that_differ_in_the_step_stage(wrong: str) -> None:
 
 @pytest.mark.parametrize(("level", "name"), [("turn", "segment_ids"), ("version", "versions")])
 def test_a_level_without_its_ids(level: str, name: str) -> None:
-    """The other level's ids do not help."""
+    """The ids of another level do not help."""
     other = {"turn": "versions", "version": "turns"}[level]
     for correction in (spec(m=band(0.9, 1.1, level=level)), spec(TIS | {"level": level, "normalize": True})):
         with pytest.raises(ValueError, match=rf"level={level} needs {name}.*Pass {name}.*level=sequence"):
@@ -64,7 +64,9 @@ def test_a_level_without_its_ids(level: str, name: str) -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_pi_that_is_not_finite_is_counted(bad: float) -> None:
-    """The caller stops on it. Also where mu or pi_old has taken the token out already; never in padding."""
+    """The caller stops on it. It is also counted where mu or pi_old has already excluded the token, but never in
+    padding.
+    """
     pi = [[bad, bad, bad, -1.0]]
     step = run(STACK, mu=[[-1.0, NAN, -1.0, -1.0]], old=[[-1.0] * 4], pi=pi, mask=[[1, 1, 0, 1]])
     assert values(step)["nonfinite/log_prob"] == 2
@@ -115,7 +117,7 @@ def test_a_column_of_another_name_is_refused() -> None:
 
 
 def test_reject_looks_beyond_the_clamp() -> None:
-    """A product of e^30 is a weight of e^20 at most, and outside of a bound of e^20 all the same."""
+    """A product of e^30 gives a weight of at most e^20, but is outside a bound of e^20."""
     weight = TIS | {"level": "sequence", "kind": "reject", "upper": math.exp(20.0)}
     assert not run(spec(weight), mu=torch.zeros(1, 30), old=torch.ones(1, 30)).keep.any()
 

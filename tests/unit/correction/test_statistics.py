@@ -1,4 +1,4 @@
-"""Statistics carry their own reduction, so that parts add up to the whole."""
+"""Statistics carry their own reduction, so parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def moments(weights: Tensor) -> Moments:
 
 @pytest.mark.parametrize("nats", [*range(-36, 21, 2)])
 def test_the_ess_is_right_at_any_scale_or_not_known(nats: int) -> None:
-    """Moments about 1 lose the digits of weights far below 1, and the ESS of rounding is no number in (0, 1]."""
+    """Moments about 1 lose the digits of weights far below 1, and an ESS of rounding errors is not a number
+    in (0, 1].
+    """
     weights = (0.3 * torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() + nats).exp()
     exact = float(weights.sum().square() / (len(weights) * weights.square().sum()))
     found = moments(weights).build_statistics("w")["w/ess"].value()
@@ -40,7 +42,7 @@ def test_the_ess_is_right_at_any_scale_or_not_known(nats: int) -> None:
 
 
 def test_of_nothing() -> None:
-    """A sum is 0; what divides by a count, and extremes, are NaN."""
+    """A sum is 0; a mean and an extreme are NaN."""
     nothing = torch.zeros((), dtype=torch.float64)
     statistics = moments(torch.zeros(0)).build_statistics("w") | {
         "share": Statistic(MEAN, (nothing, nothing)),
@@ -60,7 +62,7 @@ def test_merging_two_kinds_is_an_error() -> None:
     [(STD, lambda s: s), (CHI2, lambda s: s * s), (MEAN, lambda s: 1.0), (ESS, lambda s: 1.0)],
 )
 def test_near_1_there_are_digits(reduction: Reduction, expected: Callable[[float], float]) -> None:
-    """Weights 1 +- 1e-7: E[w^2] - 1 and E[w^2] - E[w]^2 of the weights themselves would be rounding."""
+    """For weights 1 +- 1e-7, E[w^2] - 1 and E[w^2] - E[w]^2 would be rounding errors."""
     size = 1e-7
     ratios = 1.0 + size * tensor([1.0, -1.0] * 500, torch.float64)
     result = moments(ratios).build_statistics("w")[f"w/{reduction.value}"].value()
@@ -68,7 +70,7 @@ def test_near_1_there_are_digits(reduction: Reduction, expected: Callable[[float
 
 
 def of_a_rank(rank: int) -> dict[str, Statistic]:
-    """Statistics of each kind, whose sums are rounded: every third rank counts nothing, and some share their parts."""
+    """Statistics of each kind with rounded sums; every third rank counts nothing, and some share parts."""
     count, value = float(rank % 3), 0.1 * (rank + 1)
     shared = (value, value * value, count)
     return {

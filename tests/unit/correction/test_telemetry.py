@@ -1,4 +1,4 @@
-"""What the two stages report: names, worked numbers, and what measuring must not do."""
+"""What the two stages report: names and worked numbers; measuring must change nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.telemetry_cases import CORRECTIONS, NAN, random_batch, stages
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_measuring_decides_nothing(name: str) -> None:
-    """What is left out are keys; weight and keep are those of a full measurement."""
+    """Only keys are left out; weight and keep equal those of a full measurement."""
     batch = random_batch(5)
     stepped = {
         measure: stages(CORRECTIONS[name], batch, measure=measure) for measure in ("all", "decisions", "nothing")
@@ -28,7 +28,7 @@ def test_measuring_decides_nothing(name: str) -> None:
 
 
 def test_autocast_takes_no_digits() -> None:
-    """The loss runs under it; a matrix product in bfloat16 would count to 256."""
+    """The loss runs under autocast; a matrix product in bfloat16 would count only to 256."""
     batch = random_batch(6)
     plain = values(stages(CORRECTIONS["token"], batch)[1])
     with torch.autocast("cpu", torch.bfloat16):
@@ -49,7 +49,9 @@ def test_the_edges_of_length_buckets(tokens: int, bucket: str) -> None:
 
 
 def test_a_mask_that_does_not_read_mu_counts_tokens_without_it() -> None:
-    """pi / pi_old is e at both tokens, mu is known at the first: both rejected, both counted, also by sign."""
+    """pi / pi_old is e at both tokens, and mu is known only at the first: both are rejected and counted, also
+    by sign.
+    """
     narrow = band(0.9, 1.1, ratio="ppo", level="token", aggregate="product")
     result = values(
         run(spec(narrow=narrow), mu=[[0.0, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 1.0]], advantages=[[-1.0, 3.0]])
@@ -63,7 +65,7 @@ def test_a_mask_that_does_not_read_mu_counts_tokens_without_it() -> None:
 
 
 def test_a_penalty_on_pi_old_counts_tokens_without_mu() -> None:
-    """log pi / pi_old of 1 and 3: (1 + 9) / 2."""
+    """log pi / pi_old is 1 and 3: (1 + 9) / 2."""
     penalised = CorrectionSpec.from_mapping({"penalty": {"ratio": "ppo", "coefficient": 0.1}})
     result = values(run(penalised, mu=[[0.0, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 3.0]]))
     assert result["penalty/mean"] == pytest.approx(5.0)

@@ -1,4 +1,4 @@
-"""Every statistic against a reference read token by token, and in any split of the rows."""
+"""Every statistic, compared with a per-token reference, for any split of the rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def mean(numbers: list[float]) -> float:
 
 
 def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict[str, float]:
-    """Every statistic but ``raw_weight``, token by token in float64, of weight, keep and rejections as decided."""
+    """Compute every statistic except ``raw_weight`` per token in float64, from weight, keep and rejections as
+    decided.
+    """
     mu, old, pi = (t.double().tolist() for t in (batch.mu, batch.old, batch.pi))
     mask, keep, advantages = batch.mask.tolist(), step.keep.tolist(), batch.advantages.tolist()
     rows = range(len(mask))
@@ -136,7 +138,7 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_statistic_against_the_reference(name: str, dtype: torch.dtype) -> None:
-    """To 1e-5 for log-probs in float32; 1e-9 next to it for means whose terms cancel."""
+    """The tolerance is 1e-5 for log-probs in float32, and 1e-9 in addition for means whose terms cancel."""
     correction, batch = CORRECTIONS[name], random_batch(7, rows=24, dtype=dtype)
     _, step = stages(correction, batch)
     result = values(step)
@@ -148,7 +150,7 @@ def test_every_statistic_against_the_reference(name: str, dtype: torch.dtype) ->
 
 
 def test_a_raw_weight_is_before_bounds_and_the_mean() -> None:
-    """Ratios 2 and 4 under truncation at 3: weights 2 and 3, divided by 2.5."""
+    """Ratios 2 and 4 truncated at 3: weights 2 and 3, divided by 2.5."""
     correction = spec(TIS | {"upper": 3.0, "normalize": True})
     result = values(run(correction, mu=[[0.0, 0.0]], old=[[math.log(2), math.log(4)]]))
     assert (result["raw_weight/mean"], result["raw_weight/max"]) == (pytest.approx(3.0), pytest.approx(4.0))

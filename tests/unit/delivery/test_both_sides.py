@@ -1,4 +1,4 @@
-"""A rollout engine that fuses as vLLM does, and a trainer's module: what is equal, and what each fault looks like."""
+"""A rollout engine that fuses weights as vLLM does, and a trainer's module: equal weights, and each fault."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Model(nn.Module):
 
 
 class EngineModel(nn.Module):
-    """Holds queries and keys fused, experts stacked, and rows of padding behind the embedding's; in bfloat16."""
+    """An engine with fused queries and keys, stacked experts, and padding rows after the embedding's rows, in
+    bfloat16.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +138,7 @@ class World:
         self.judge()
 
     def judge(self) -> None:
-        """Synchronise, and validate, in front of which answers are compared."""
+        """Synchronise and validate; answers are compared before the validation."""
         self.delivery.on_sync(self.manager)
         self.delivery.validate(None, dict)
 
@@ -219,7 +221,7 @@ def test_an_adapter_is_compared_as_it_was_sent(world: World) -> None:
 
 
 def test_a_tied_tensor_that_is_refused_alone_is_left_out() -> None:
-    """As by vLLM 0.31, whose model reads the embedding only; another refusal is raised."""
+    """vLLM 0.31 rejects it, because its model reads only the embedding; another rejection is raised."""
     calls: list[list[str]] = []
 
     def load(weights: Weights) -> set[str]:
@@ -248,7 +250,7 @@ def test_quantised_weights_are_not_judged(world: World, caplog: pytest.LogCaptur
 
 
 def test_an_engine_that_merges_lora_is_weighed_as_it_sends(world: World) -> None:
-    """What is sent is no parameter of the module: base and adapter together."""
+    """What is sent is not a parameter of the module, but base and adapter together."""
     merged = [("w", torch.tensor([1.0, 2.0]))]
     module = nn.Linear(1, 1)
     module.peft_config = {}  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Checksums of weights, and their comparison with those of the engine."""
+"""Checksums of weights, and their comparison with the engine's."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_padded_parameter_is_judged_once_it_was_equal() -> None:
 
 
 def test_what_an_engine_makes_of_weights_is_no_difference_and_has_to_change_with_them() -> None:
-    """State-space models hold -exp(A) of a tensor A."""
+    """State-space models hold -exp(A) for a tensor A."""
     comparer, sent = HeldComparer(), {"norm": OWN["norm"]}
     made = held("norm", count=4, total=-5, squares=7)
     assert comparer.compare([[made]], OWN, sent).unknown == ("norm",)

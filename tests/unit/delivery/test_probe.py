@@ -24,7 +24,7 @@ ROWS = [([number, 1, 2], [3, 4, 5, number % 7]) for number in range(16)]
 
 
 class Model:
-    """Log-probs of sequences by one weight a token id."""
+    """Log-probs of sequences, with one weight per token id."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(32, dtype=torch.float64)
@@ -34,7 +34,7 @@ class Model:
 
 
 class World:
-    """A trainer, a server that answers at once, and a fault by which it does not follow."""
+    """A trainer, a server that answers at once, and a fault by which the server does not follow the trainer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("recipe.offpolicy.delivery.probe.ray.wait", lambda asked, **kwargs: (asked, []))
@@ -56,7 +56,7 @@ class World:
         return SimpleNamespace(token_ids=[1], extra_fields=fields)
 
     def step(self, delivered: bool = True, seen: float = math.nan) -> dict[str, float]:
-        """One synchronisation, the next batch, an update."""
+        """One synchronisation, the next batch, and an update."""
         self.at += 1
         if delivered:
             self.engine.weight = self.own.weight.clone()
@@ -127,14 +127,14 @@ SEQUENCES, TOKENS = 32, 15
 
 
 def noise(generator: torch.Generator, size: float) -> Tensor:
-    """Noise that is correlated along a sequence, as that of 16-bit engines."""
+    """Noise that is correlated along a sequence, like the noise of 16-bit engines."""
     shared = torch.randn(SEQUENCES, 1, generator=generator, dtype=torch.float64)
     own = torch.randn(SEQUENCES, TOKENS, generator=generator, dtype=torch.float64)
     return size * (shared + own) / math.sqrt(2)
 
 
 class Engine:
-    """A trainer whose log-probs walk, and an engine that follows them but for its noise."""
+    """A trainer whose log-probs follow a random walk, and an engine that follows them with noise."""
 
     def __init__(self, seed: int, update: float, precision: float) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -176,7 +176,7 @@ def test_500_healthy_synchronisations_raise_no_alarm(update: float, precision: f
     each_nth_by_default(2, [(1.0, 0.1, 3), (0.05, 0.15, 80), (0.2, 0.15, 12), (1.0, 0.5, 6)]),
 )
 def test_an_engine_that_is_not_updated_fails(update: float, precision: float, most: int) -> None:
-    """Where one update is below the engine's noise, changes accumulate until they are not."""
+    """If one update is below the engine's noise, changes accumulate until they exceed it."""
     for seed in range(20):
         engine, test = Engine(seed, update, precision), ProbeTest()
         kept, _ = engine.step()

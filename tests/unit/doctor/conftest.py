@@ -1,4 +1,4 @@
-"""What every test of the doctor has."""
+"""Fixtures of all tests of the doctor."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LAUNCHES = ROOT / "tests" / "data" / "launch_kinds"
 
 @pytest.fixture(autouse=True)
 def programs_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script's programs answer is known on a busy machine too, which may take them long."""
+    """Let programs of a script finish on a busy machine, where they may take long."""
     monkeypatch.setattr(programs, "_SECONDS", 300)
 
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
-    """Run the command in an empty folder, in which it must leave no output."""
+    """Run the command in an empty folder, in which it must leave no files."""
     # Here and not above: test files of this folder that need no verl share this one.
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
@@ -44,7 +44,7 @@ def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def ask_launch(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Ask of a script of ``launch_kinds``, from a root like that of a checkout of verl, with recipes of its own."""
+    """Ask the doctor about a script of ``launch_kinds``, from a root like a checkout of verl with its own recipes."""
     verl = importlib.util.find_spec("verl")
     (tmp_path / "verl" / "trainer").mkdir(parents=True)
     (tmp_path / "verl" / "trainer" / "config").symlink_to(Path(verl.origin).parent / "trainer" / "config")

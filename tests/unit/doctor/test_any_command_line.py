@@ -1,4 +1,6 @@
-"""Every command line gets an answer in words: what Hydra reads is read as Hydra does, the rest names its override."""
+"""Every command line gets an understandable answer: it is parsed as Hydra parses it, and other errors name the
+override.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ BASES: list[tuple[str, ...]] = [
 
 
 def draw(seed: int) -> Launch:
-    """A launch with one or two odd overrides."""
+    """A launch with one or two unusual overrides."""
     draws = random.Random(seed)
     odd = []
     for _ in range(draws.choice((1, 1, 1, 2))):
@@ -99,7 +101,7 @@ def draw(seed: int) -> Launch:
 
 
 def judge_in_words(launch: Launch) -> str:
-    """Judge a launch; what is said names no failure of the doctor's own."""
+    """Judge a launch; the answer must not report a failure of the doctor itself."""
     diagnosis = diagnose(launch)
     file = io.StringIO()
     show(diagnosis, file)

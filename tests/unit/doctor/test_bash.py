@@ -1,4 +1,4 @@
-"""Launch scripts are read as bash reads them, and what only running them would tell is not guessed."""
+"""Launch scripts are read as bash reads them, and results that only an execution would show are not guessed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def written(folder: Path, source: str) -> Path:
 
 
 def of_bash(script: Path) -> list[list[str]]:
-    """The words of each call of launch, by bash."""
+    """Return the words of each call of launch, as bash sees them."""
     log = script.with_suffix(".log")
     log.write_text("")
     define = 'launch() { printf "%s\\0" launch "$@" >> "$LOG"; }; . "$0"'
@@ -104,7 +104,9 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["run_dense_fsdp", "run_moe_megatron", "run_async"])
 @pytest.mark.parametrize("arguments", [[], ["correction=gsm", "trainer.nnodes=2"]])
 def test_our_launch_scripts_are_read_as_bash_runs_them(name: str, arguments: list[str], tmp_path: Path) -> None:
-    """Against bash with a python3 that notes its arguments, and answers the scripts' question where verl is."""
+    """The scripts run in bash with a python3 that records its arguments, and that answers the scripts' question about
+    verl's location.
+    """
     pytest.importorskip("verl")
     shim = tmp_path / "python3"
     shim.write_text('#!/bin/bash\n[[ $1 == - ]] && exec "$PYTHON" -\nprintf "%s\\0" "$@" > "$LOG"\n')
@@ -163,7 +165,7 @@ def test_a_script_calls_another(tmp_path: Path) -> None:
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
-    """Not even programs that look harmless and may write."""
+    """This includes programs that look harmless but may write."""
     marks = [tmp_path / name for name in "abcdefg"]
     a, b, c, d, e, f, g = marks
     source = (

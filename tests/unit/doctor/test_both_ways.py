@@ -24,9 +24,9 @@ GIVEN = (
     "offpolicy.record.dir=there",
     "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2",
 )
-"""Keys of ours with them, of which the last is one that a group of ours brings."""
+"""Our keys with these options; the last key comes from one of our groups."""
 MOST = 4
-"""Options of a group that are drawn; a composition takes a third of a second."""
+"""Number of options drawn from a group; a composition takes a third of a second."""
 
 
 def draw_options(group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A program's configuration is composed as `python -m` composes it, and unknown keys are told all at once."""
+"""A program's configuration is composed as `python -m` composes it, and all unknown keys are reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ nothing: null
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A program with a plain folder of configurations next to it, that is no package."""
+    """A program with a folder of configurations next to it that is not a package."""
     folder = tmp_path / "a_recipe_of_mine"
     (folder / "config").mkdir(parents=True)
     (folder / "main.py").write_text(f"import hydra\n{PROGRAM}")
@@ -43,7 +43,7 @@ def launch(*arguments: str) -> Launch:
 
 
 def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As recipes of verl have it, which are launched from the root of a checkout."""
+    """verl's recipes use such relative paths, because they are launched from the root of a checkout."""
     source = "hydra: {searchpath: ['file://some/config']}\ndefaults: [shared, _self_]\n"
     (program / "config" / "run.yaml").write_text(source)
     monkeypatch.chdir(program)
@@ -97,7 +97,9 @@ OVERRIDES = [
 
 
 def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next to one that cannot be added, as it is there; of verl's own program also what becomes of a plus."""
+    """The answer also names a key that cannot be added because it exists and, for verl's own program, the effect of a
+    plus.
+    """
     with pytest.raises(UnknownKeysError) as caught:
         compose(launch(*OVERRIDES))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."

@@ -1,4 +1,4 @@
-"""The command: the very configuration of a launch, its exit status, and what it prints, for people and programs."""
+"""The command: it examines the launch's exact configuration; its exit status and output serve people and programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ os._exit = tell
 runpy.run_module("recipe.offpolicy.doctor", run_name="__main__", alter_sys=True)
 """
 HEAVY = {"vllm", "megatron", "mbridge", "flash_attn", "matplotlib", "torch._inductor.compile_fx"}
-"""What takes seconds to import and is not needed for an answer."""
+"""Modules that take seconds to import and that an answer does not need."""
 
 
 def program(cwd: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -66,7 +66,9 @@ def program(cwd: Path, *arguments: str, path: str = "") -> subprocess.CompletedP
 
 
 def test_as_a_program(tmp_path: Path) -> None:
-    """Whatever verl and its imports print, the standard output is the answer; nothing is started or left behind."""
+    """Standard output contains only the answer, whatever verl and its imports print; nothing is started or
+    left behind.
+    """
     # All that the doctor ever imports is needed for it: the base loss is tried, and verl validates.
     done = program(tmp_path, "-c", WATCHED, "--json", "correction=gsm", *GIVEN, f"{ROLLOUT}.calculate_log_probs=false")
     assert done.returncode == 2, done.stderr[:2000] + done.stdout

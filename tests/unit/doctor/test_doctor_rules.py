@@ -1,4 +1,4 @@
-"""Each rule of the doctor with a configuration that triggers it and one that does not; its fix, pasted, fixes it."""
+"""Each rule of the doctor, with a configuration that triggers it and one that does not; pasting its fix fixes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_
 
 @pytest.fixture(scope="module")
 def bases() -> Iterator[dict[str, DictConfig]]:
-    """By program: ours with ``correction=[tis_token,gsm]``, and verl's own, which has none of our keys."""
+    """Base launches by program: ours with ``correction=[tis_token,gsm]``, and verl's own, without any of our keys."""
     reference = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"
     with application("correction=[tis_token,gsm]", f"{ROLLOUT}.name=vllm", reference, *NEEDED) as config:
         plain = changed(config, {})
@@ -40,7 +40,7 @@ def diagnosed(module: str, config: DictConfig, overrides: tuple[str, ...] = ()) 
 
 
 def told(diagnosis: Diagnosis, case: Case) -> list[Any]:
-    """The problems of the case's verdict that say what it says, of its row."""
+    """Return the problems with the case's verdict and text, of the case's row."""
     if case.verdict == "NOTE":
         return [note for note in diagnosis.notes if case.said in str(note)]
     rows = [row for row in diagnosis.rows if row.name == case.row]
@@ -48,7 +48,7 @@ def told(diagnosis: Diagnosis, case: Case) -> list[Any]:
 
 
 def stops(config: DictConfig) -> bool:
-    """Whether the launch, or ``--check``, ends before anything is started."""
+    """Return True if the launch, or ``--check``, ends before anything is started."""
     try:
         prepare(changed(config, {}))
     except CheckError:

@@ -1,4 +1,4 @@
-"""The doctor on a launch script: verl's examples, ours, and scripts that cannot be read."""
+"""The doctor on launch scripts: verl's examples, ours, and scripts that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: Path) -> None:
-    """verl hands the weights and rejections of bypass mode to no worker unless the worker has the keys itself."""
+    """verl passes the weights and rejections of bypass mode to a worker only if the worker has the keys itself."""
     expected = {
         RLOO: {"rollout_is": "NO-OP", "bypass_mode": "OK", "loss_type": "NO-OP"},
         MULTI_RS: {"rollout_is": "NO-OP", "rollout_rs": "NO-OP", "bypass_mode": "OK"},

@@ -1,4 +1,4 @@
-"""A launch that stops says what would fix it, and does not stop for that any more once it is pasted."""
+"""A launch that stops names a fix, and no longer stops for that reason once the fix is pasted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that is judged runs no code of its own: not from its folder, nor by what it names."""
+"""A script that is judged runs none of its code, neither from its folder nor from what it names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with modules that leave a mark where they are executed."""
+    """A folder with modules that leave a mark when they are executed."""
     trap = TRAP.format(folder=str(tmp_path))
     (tmp_path / "evil.py").write_text(trap)
     for package in ("evilpkg", "hydra_plugins/evil", "model"):
@@ -94,7 +94,7 @@ def test_the_users_own_extension_is_imported_where_the_launch_is_explicit(
 
 @pytest.mark.slow
 def test_modules_of_the_folder_stand_in_for_no_others(folder: Path) -> None:
-    """The command as it is typed, in the folder of the script, with a program of the folder that is read."""
+    """The command is called as a user types it, in the folder of the script, and reads a program of this folder."""
     pytest.importorskip("verl")
     for name in SHADOWING:
         (folder / f"{name}.py").write_text(TRAP.format(folder=str(folder)))

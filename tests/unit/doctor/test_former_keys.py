@@ -1,4 +1,4 @@
-"""Keys that verl no longer has are told with the last release that has them."""
+"""For a key that verl no longer has, the doctor names the last release that has it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_former_key(key: str, value: str, last: str, said: str) -> None:
 
 
 def test_no_key_of_the_installed_release_counts_as_former() -> None:
-    """Of all that verl's programs have, by names of every section."""
+    """This covers the keys of all of verl's programs, by the names of every section."""
     installed = Version(str(installed_release("verl")))
     for arguments in ((), ("--config-name=ppo_megatron_trainer",)):
         keys = list(_list_keys(compose(Launch("verl.trainer.main_ppo", arguments)), ""))

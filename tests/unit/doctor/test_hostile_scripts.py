@@ -1,4 +1,4 @@
-"""Scripts that grow without end, and those in which a part of the launch is lost."""
+"""Scripts that grow without end, and scripts in which a part of the launch is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is refused, or followed to its launch; the process grows by less than 512 MiB."""
+    """Each script is rejected, or followed to its launch; the process grows by less than 512 MiB."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "run.sh"
     script.write_text(f"{ENDLESS[name]}\n{LAUNCH} c.d=$X\n")
@@ -95,7 +95,7 @@ def test_a_part_of_the_launch_that_is_lost_is_an_error_with_line_and_cause(name:
 
 
 def test_what_is_no_part_of_the_launch_is_none(tmp_path: Path) -> None:
-    """Comments and assignments around launches that are whole."""
+    """Comments and assignments around complete launches."""
     sources = (
         f"{LAUNCH} \\\n  c.d=1 \\\n\nstatus=$?\n",
         f"{LAUNCH} \\\n  c.d=1 # done \\\nstatus=$?\n",

@@ -1,4 +1,4 @@
-"""Fixes keep what a run is for, and what cannot be judged before the run is no error."""
+"""Fixes keep the purpose of a run, and what cannot be judged before the run is not an error."""
 
 from __future__ import annotations
 

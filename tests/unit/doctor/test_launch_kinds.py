@@ -1,4 +1,4 @@
-"""One small script for each kind of launch that users of verl have, with our override behind it, and its verdict."""
+"""One small script for each kind of launch that users of verl have, followed by our override, and its verdict."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ PURPOSE = (
     *("adv_estimator", "distillation", "filter_groups", "loss_mode", "model_engine", "multi_turn", "rollout.name"),
     *("overlong_buffer", "strategy", "trainer_mode", "use_v1", "async_training", "reward"),
 )
-"""Parts of keys that say what a run is for."""
+"""Parts of keys that determine the purpose of a run."""
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_kind_of_launch_and_its_verdict(name: str, asked: Any) -> None:
 
 @pytest.mark.parametrize("name", each_nth_by_default(5, [name for name, kind in KINDS.items() if kind.mode]))
 def test_no_advice_gives_up_what_a_run_is_for(name: str, asked: Any) -> None:
-    """Of what can be pasted behind it: nothing is deleted that is not set elsewhere, and it is all that is needed."""
+    """The advice that can be pasted deletes nothing that is not set elsewhere, and is complete."""
     pasted = asked(name).overrides()
     assert tuple(dict.fromkeys(pasted)) == KINDS[name].fixes
     values = {each.rpartition("=")[0].rpartition(".")[2] for each in pasted if not each.startswith("~")}

@@ -1,4 +1,4 @@
-"""Whatever a correction is malformed by, what is proposed leads to one that is not, when it is pasted."""
+"""For every malformed correction, pasting the proposed fix leads to a valid correction."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ PARTS = ("weight", "penalty", "kl_clip", "kl_weight")
 
 
 def count_parts(mapping: dict[str, Any]) -> int:
-    """How many parts a correction has."""
+    """Count the parts of a correction."""
     single = [mapping[name] for name in PARTS if mapping.get(name) not in (None, False)]
     return len(single) + sum(len(mapping.get(name) or ()) for name in ("masks", "weights"))
 
 
 def mended(mapping: dict[str, Any]) -> tuple[CorrectionSpec | None, int]:
-    """What comes of a malformed correction by pasting what errors propose, None where one proposes nothing.
+    """Return the correction after pasting the proposals of successive errors; None if an error proposes nothing.
 
-    No paste takes away a part.
+    No paste may remove a part.
     """
     config = OmegaConf.create({"correction": mapping})
     for pastes in range(MOST_PASTES):

@@ -1,4 +1,4 @@
-"""A value that no key under ``offpolicy`` takes is fixed by what is proposed, when it is pasted."""
+"""Every value that no key under ``offpolicy`` accepts is fixed by pasting the proposal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
     [("offpolicy.alarms", None), (CALIBRATE, None), (f"{WATCHDOG}.phase_timeouts", 3)],
 )
 def test_what_an_override_takes_away_comes_back_only_without_it(key: str, value: Any, base: DictConfig) -> None:
-    """An empty mapping in its place would switch off in silence what is shipped."""
+    """An empty mapping instead would silently switch off the shipped values."""
     (problem,) = check_own_keys(Composed(changed(base, {key: value}), Composed(base).spec))
     assert problem.overrides == ()
     assert problem.fix.startswith("Remove this override") or problem.reason.startswith(

@@ -1,4 +1,4 @@
-"""Every override that README or a page offers for a launch is OK for the launch that it is for."""
+"""Every override that README or a page offers for a launch is OK for this launch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PAGES = {
     "docs/programs/one_step_off.md": "one_step_off",
     "docs/programs/own_main.md": "own_main",
 }
-"""Page -> script whose launch its overrides follow."""
+"""Page -> the script whose launch its overrides follow."""
 TO_RUN = re.compile(r"`('?\+correction@[^`]*)`|^(?:    |\+    )('?\+correction@.*?)(?: \\)?$", re.M)
 
 
 def list_offered() -> list[ParameterSet]:
-    """Script and override of each page; those of README in every run, the others with ``extended``."""
+    """List script and override of each page; README's in every run, the others only in ``extended`` tests."""
     marks: dict[tuple[str, str], list[pytest.MarkDecorator]] = {}
     for page, script in PAGES.items():
         for match in TO_RUN.finditer((ROOT / page).read_text()):

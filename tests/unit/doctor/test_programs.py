@@ -1,4 +1,4 @@
-"""Programs that a script depends on are run where they only look, and can be neither replaced nor endless."""
+"""Programs that a script depends on run only if they just read; they cannot be replaced, and cannot run forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipe.offpolicy.doctor.bash.shell_values import Field, Unknown
 
 
 def word(folder: Path, source: str) -> Field:
-    """The argument of the last call of `launch` in a script."""
+    """Return the argument of the last call of `launch` in a script."""
     script = folder / "run.sh"
     script.write_text(source)
     call = [call for call in read_script(script, [], dict(os.environ)).calls if call.words[0] == "launch"][-1]

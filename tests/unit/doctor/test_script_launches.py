@@ -1,4 +1,6 @@
-"""The launch in a script that has arguments, variables and ends of its own: read as it would run, or what to do."""
+"""Launches in scripts with arguments, variables and exits: they are read as they would run, or the answer says what to
+do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks around verl's own estimator on the batches of both trainers, and what extensions see of rows; by hand."""
+"""Hooks around verl's own estimator on the batches of both trainers, and the rows that extensions see; by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scores() -> list[Tensor]:
 
 @pytest.fixture
 def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Three rows, two of them outputs of one session, and two rows of padding that look like the first."""
+    """Three rows, of which two are outputs of one session, and two padding rows that look like the first row."""
     store: dict[str, Any] = {
         "rm_scores": nest([*scores(), torch.zeros(1), torch.zeros(1)]),
         "response_mask": nest([torch.ones(n, dtype=torch.int64) for n in LENGTHS] + 2 * [torch.zeros(1).long()]),
@@ -59,7 +59,7 @@ def batch(request: pytest.FixtureRequest) -> Any:
 
 
 def estimator(view: Any, store: Any, seen: list[Tensor], fails: bool = False) -> Any:
-    """Advantages are the row's reward at each of its tokens."""
+    """An estimator that returns the row's reward at each of its tokens."""
 
     def run() -> None:
         name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
@@ -73,7 +73,9 @@ def estimator(view: Any, store: Any, seen: list[Tensor], fails: bool = False) ->
 
 
 def test_two_extensions_shape_in_their_order(batch: Any) -> None:
-    """bonus 0.5 and 0.25 a token: rewards 1 + 3 x 0.75, 0 + 0.75, 3 + 2 x 0.75; each advantage is tilted by 0.5."""
+    """Bonuses of 0.5 and 0.25 per token: rewards 1 + 3 x 0.75, 0 + 0.75, 3 + 2 x 0.75; each advantage is shifted by
+    0.5.
+    """
     view, store = batch
     hooks = AddOns([Nudge("one", {}), Nudge("two", {"bonus": 0.25})])
     hooks.compute_advantages(view, estimator(view, store, []))
@@ -175,7 +177,7 @@ def test_a_missing_report_stops_the_run(batch: Any, reports: list[Any]) -> None:
 
 
 def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
-    """At every update: what was shaped for the last one is no evidence for this one."""
+    """This applies to every update: shaping in the last update is no evidence for this one."""
     view, store = batch
     extension = Nudge("one", {})
     hooks = AddOns([extension])
@@ -227,7 +229,7 @@ def test_a_session_has_its_last_rows_score_and_all_its_tokens() -> None:
 @pytest.mark.verl(">=0.8")
 @pytest.mark.parametrize("spec", [CorrectionSpec(), CorrectionSpec.from_mapping({"weight": TIS})], ids=["none", "tis"])
 def test_the_workers_loss_reports_the_rows_that_came(spec: CorrectionSpec) -> None:
-    """On the engine's own layout, nest by row, next to the padded one of the trainer."""
+    """The engine's own layout, nested by row, is compared with the trainer's padded layout."""
     made, flat, whole = rollout()
     data = made.to_tensordict()
     tokens = int(data["response_mask"].values().sum())

@@ -1,4 +1,4 @@
-"""Every quotient by a spread, range, count or mass: finite, bounded, 0 for noise, no jump, no NaN."""
+"""Every quotient by a spread, range, count or mass is finite, bounded, 0 for noise, continuous, and never NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PENALTY = 0.05
 
 
 class Normalisation(NamedTuple):
-    """What one makes of a group's n values, the greatest size that it may have, and whether it centres."""
+    """A function of a group's n values, the greatest size of its result, and whether it centres."""
 
     apply: Callable[[Tensor], Tensor]
     bound: Callable[[int], float]
@@ -44,7 +44,7 @@ def of_gaps(values: Tensor) -> Tensor:
 
 
 def shift(scores: Tensor) -> Tensor:
-    """Of penalties that alternate about their mean."""
+    """Penalties that alternate about their mean."""
     penalty = torch.where(torch.arange(len(scores)) % 2 == 0, PENALTY, -PENALTY).double()
     return compute_shift(penalty, scores.double(), {"a": list(range(len(scores)))}, by_std=True)
 
@@ -88,7 +88,7 @@ def test_values_that_agree_within_rounding_are_0_after_centring(size: float, ste
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("size", [1.0, pytest.param(0.0, marks=pytest.mark.extended)])
 def test_no_jump_as_a_gap_closes(name: str, size: float) -> None:
-    """One of four values is off by a gap that shrinks by 3 % from step to step; at last it is none."""
+    """One of four values is off by a gap that shrinks by 3 % per step and finally vanishes."""
     unit = size or 1.0
     gaps = [unit * 0.97**step for step in range(1300)] + [0.0]
     found = torch.stack([SCALES[name].apply(size + torch.tensor([gap, 0, 0, 0]).double()) for gap in gaps])

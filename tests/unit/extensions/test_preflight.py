@@ -1,4 +1,4 @@
-"""What launch, --check and doctor say of extensions, before anything is started."""
+"""What the launch, --check and the doctor report about extensions before anything is started."""
 
 from __future__ import annotations
 

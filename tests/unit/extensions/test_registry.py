@@ -1,4 +1,4 @@
-"""Sections and classes that cannot be switched on."""
+"""Sections and classes that cannot be enabled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_class_that_is_not_there_is_named_with_its_key(target: str) -> None:
 
 @pytest.mark.parametrize("section", SHIPPED)
 def test_a_shipped_extension_has_options_a_default_and_a_place_in_the_documentation(section: str) -> None:
-    """Its group is off by default, so that `section=option` needs no plus sign."""
+    """Its group is off by default, so `section=option` needs no plus sign."""
     assert list((ROOT / "configs" / section).glob("*.yaml")), f"configs/{section} holds no option"
     base: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "offpolicy_base.yaml"))
     assert {section: None} in base["defaults"], f"configs/offpolicy_base.yaml does not list {section}"

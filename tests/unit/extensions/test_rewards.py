@@ -1,4 +1,4 @@
-"""A reward that is not finite names its sequence wherever rewards enter an extension."""
+"""A reward that is not finite names its sequence, wherever rewards enter an extension."""
 
 from __future__ import annotations
 

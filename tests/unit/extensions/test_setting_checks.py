@@ -1,4 +1,4 @@
-"""Sections of extensions: every key, what it cannot be, and what is proposed instead."""
+"""Sections of extensions: for every key, invalid values and the proposed fix."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ OUTSIDE: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
         ("coef", (0,)),
     ],
 }
-"""Section -> keys, and values that each of them refuses."""
+"""Section -> keys, and values that each of them rejects."""
 URL = "http://127.0.0.1:8100"
 
 
@@ -103,7 +103,7 @@ def read_option(section: str) -> dict[str, Any]:
 
 
 def read(section: str, key: str = "", value: Any = None) -> Any:
-    """Read the shipped option with one value changed, and a teacher where there has to be one."""
+    """Read the shipped option with one value changed, and with a teacher where one is required."""
     config: Any = OmegaConf.create(read_option(section))
     if section == "opd":
         config.teacher.url = URL

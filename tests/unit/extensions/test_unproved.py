@@ -1,4 +1,4 @@
-"""An add-on whose effect never comes is said, again and again, and is not called live."""
+"""An add-on that never has an effect is reported repeatedly, and is not called live."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Updates:
         self.step = 0
 
     def take(self, rows: Rows) -> float:
-        """One update; returns whether the extension counts as live."""
+        """Run one update, and return whether the extension counts as live."""
         self.step += 1
         view = make_batch(rows, self.step)
         self.hooks._prompts_seen = True

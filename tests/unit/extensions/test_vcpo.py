@@ -1,4 +1,4 @@
-"""The learning rate by effective sample size, and the optimal baseline."""
+"""A learning rate that follows the effective sample size, and the optimal baseline."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from tests.support.corrections import TIS, band, spec
 from tests.support.shaped import WIDTH, Rows, make_batch, make_queue_batch, nest, shape
 
 ESS_LR = pytest.mark.verl("==0.9.1")
-"""Releases for which the learning rate can be scaled."""
+"""Releases in which the learning rate can be scaled."""
 
 pytest.importorskip("verl")
 
 TWO_ROWS: Rows = [("a", 2, 1.0), ("a", 2, 0.0)]
 RATIOS = torch.tensor([[1.0, 4.0], [1.0, 0.5]])
-"""TIS caps them at 2: ess = (1 + 2 + 1 + 0.5)^2 / (4 * (1 + 4 + 1 + 0.25)) = 0.81; before, 6.5^2 / (4 * 18.25)."""
+"""Ratios; TIS caps them at 2: ess = (1 + 2 + 1 + 0.5)^2 / (4 * (1 + 4 + 1 + 0.25)) = 0.81; without the cap, 6.5^2 / (4
+* 18.25).
+"""
 
 
 def weighed(correction: CorrectionSpec) -> Any:
@@ -206,7 +208,7 @@ def test_rejected_rows_leave_the_group_and_idle_groups_are_counted() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    """Tokens 4, 2, 6: b = 7 / 12 against a mean of 1 / 2; 3 and 3: both 1 / 2."""
+    """Tokens 4, 2, 6: b = 7 / 12 compared with a mean of 1 / 2; 3 and 3: both 1 / 2."""
     extension = made()
     shape(batch(NONE), extension)
     assert extension.metrics() == pytest.approx(

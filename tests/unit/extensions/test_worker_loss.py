@@ -27,7 +27,7 @@ COLUMN = "offpolicy_nudge"
 
 
 def micro_batch() -> tuple[dict[str, Tensor], TensorDict]:
-    """Five rows and one of padding: mu and pi are near pi_old."""
+    """Five rows and one padding row; mu and pi are close to pi_old."""
     made, flat, whole = rollout()
     made.response_mask[5] = torch.zeros_like(made.response_mask[5])
     made.old_log_probs = [row + 0.05 * torch.arange(len(row)).sin() for row in made.old_log_probs]
@@ -52,7 +52,7 @@ def run(loss: OffPolicyLoss) -> tuple[Tensor, Packet]:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_terms_of_two_extensions_add_up(name: str) -> None:
-    """Each adds coef x the mean of -log pi x weight over response tokens."""
+    """Each extension adds coef x the mean of -log pi x weight over response tokens."""
     spec = CORRECTIONS[name]
     plain, _ = run(loss_of(spec, {}))
     both, packet = run(loss_of(spec, {"one": NudgeWorker(COLUMN, 0.125), "two": NudgeWorker(COLUMN, 0.5)}))
@@ -81,7 +81,9 @@ def test_a_correction_is_proved_live_beside_a_term_that_its_weights_multiply() -
 
 
 class OwnWeights(NudgeWorker):
-    """Hands the base loss ones instead of weight x keep, and multiplies these into its own term alone."""
+    """An extension that passes ones to the base loss instead of weight x keep, and multiplies weight x keep only into
+    its own term.
+    """
 
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
         def uncorrected(model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -93,7 +95,7 @@ class OwnWeights(NudgeWorker):
 
 
 class Nothing(WorkerExtension):
-    """Has no use for verl's loss."""
+    """An extension that does not use verl's loss."""
 
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
         return lambda model_output, data, dp_group=None: (0.0 * model_output["log_probs"].values().sum(), {})
@@ -108,7 +110,7 @@ def test_an_extension_that_takes_the_correction_from_the_base_loss_stops_the_run
 
 
 class Dead(OffPolicyLoss):
-    """Never hands its weights over."""
+    """An extension that never passes on its weights."""
 
     def hand_over(self, *args: Any) -> TensorDict:
         handed = super().hand_over(*args)

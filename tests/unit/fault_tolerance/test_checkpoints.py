@@ -1,4 +1,6 @@
-"""A checkpoint is whole or known not to be, the one before it is still there, and a changed correction is said."""
+"""A checkpoint is complete or known to be incomplete, the previous one still exists, and a changed correction is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Killed(BaseException):
 
 
 def save(folder: Path, step: int, *, until: str = "", spec: CorrectionSpec = SPEC, **trainer: Any) -> None:
-    """What verl 0.9.1 writes, in its order, ending before ``until``."""
+    """Write what verl 0.9.1 writes, in its order, and stop before ``until``."""
 
     def writes(name: str, path: Path, text: str) -> None:
         if until == name:
@@ -58,7 +60,7 @@ def save(folder: Path, step: int, *, until: str = "", spec: CorrectionSpec = SPE
 
 
 def to_resume(folder: Path, **trainer: Any) -> str:
-    """What verl resumes afterwards, by its own rule."""
+    """Return the step that verl would resume, by its own rule."""
     check_before_loading(config(folder, **trainer), SPEC)
     return (folder / TRACKER).read_text()
 

@@ -1,4 +1,4 @@
-"""One table of what is hidden and what is not, wherever something is written down to be shown."""
+"""One table of what is hidden and what is not, for everything that is written for display."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_kept_in_text(text: str) -> None:
 
 
 def test_what_is_named_beside_its_value() -> None:
-    """Entries of an environment as Kubernetes lists them, and flags as a program takes them."""
+    """Environment entries as Kubernetes lists them, and flags of a program."""
     assert redact([{"name": "HF_TOKEN", "value": "abc"}, {"name": "HOME", "value": "/root"}]) == [
         {"name": "HF_TOKEN", "value": HIDDEN},
         {"name": "HOME", "value": "/root"},
@@ -152,7 +152,7 @@ def test_nothing_of_verls_own_configuration_is_hidden() -> None:
 
 
 def test_what_is_printed_is_redacted_by_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name and its value that are written one by one, a secret cut in two, and lines of many at once."""
+    """A name and its value printed one by one, a secret cut in two, and many lines at once."""
     target = io.StringIO()
     monkeypatch.setattr(sys, "stdout", target)
     redact_streams()
@@ -179,7 +179,7 @@ def test_a_check_prints_no_secret_of_the_teachers_address(capfd: pytest.CaptureF
 
 
 def test_every_command_line_prints_redacted_json(capfd: pytest.CaptureFixture[str]) -> None:
-    """Through the one entry that the commands share; what is JSON stays JSON."""
+    """The output goes through the one entry point of all commands; JSON stays JSON."""
     code = """
 import json, sys
 from recipe.offpolicy.command_line import run
@@ -194,7 +194,9 @@ sys.exit(run(print_it) or "http://u:hunter2@h")
 
 @pytest.mark.slow
 def test_no_file_of_a_run_holds_a_secret(tmp_path: Path) -> None:
-    """The card of a recording, a checkpoint's record, and a report of a card that an editor has put one into."""
+    """The card of a recording, a checkpoint's record, and the report of a card into which an editor has put a
+    secret.
+    """
     secrets = {"api_key": "hunter2", "url": "http://user:hunter2@host", "command": "curl -u user:hunter2 host"}
     planted = [f"++trainer.of_mine.{name}='{value}'" for name, value in secrets.items()]
     places = [f"offpolicy.record.dir={tmp_path / 'rec'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's files have come to hold: they are restored, or refused with file, key and what to do."""
+"""Whatever a checkpoint's files contain, they are restored, or rejected with file, key and fix."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def config(folder: Path) -> DictConfig:
 
 
 class Run:
-    """All of a run that a checkpoint keeps."""
+    """All state of a run that a checkpoint contains."""
 
     def __init__(self, folder: Path) -> None:
         self.config = config(folder)
@@ -95,7 +95,7 @@ class Run:
         return folder
 
     def resume(self) -> None:
-        """As a trainer does, in its order."""
+        """Resume in the trainer's order."""
         dependents = [*list_dependents(self.config), *self.hooks.list_dependents()]
         differences = partial(find_differences, self.config)
         state = check_before_loading(self.config, SPEC, differences, self.hooks.differences, dependents)
@@ -109,7 +109,7 @@ class Run:
                 self.ages.restore(4, saved["eta"], saved["changes"])
 
     def everything(self) -> Any:
-        """What training goes on from, but for what is only shown."""
+        """The state from which training continues, without what is only shown."""
         return json.dumps(
             [self.active.state(), self.anchors.anchors.to_json(), self.rates.rates.to_json(), self.controller.state()],
             sort_keys=True,
@@ -131,14 +131,14 @@ Path_ = tuple[Any, ...]
 
 
 def leaves(value: Any, at: Path_ = ()) -> Iterator[Path_]:
-    """The places of all values, those of mappings and lists too."""
+    """List the paths of all values, including mappings and lists."""
     yield at
     for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from leaves(each, (*at, key))
 
 
 FREE = ("rules", "past", "values", "in_force", "fingerprint", "fallback", "settings", "correction", "calibrate")
-"""Keys below which another value is that of another run, which is compared, or only shown."""
+"""Keys below which another value means another run; they are compared, or only shown."""
 IMPOSSIBLE: dict[str, Any] = {
     "NaN": math.nan,
     "infinite": math.inf,

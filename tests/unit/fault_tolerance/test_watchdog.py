@@ -1,4 +1,4 @@
-"""A run that is stuck, or has lost a worker, ends by itself and says where."""
+"""A run that hangs, or has lost a worker, ends by itself and says where."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HANGS = 300.0
 
 
 class Clock:
-    """Moved by hand: a limit strikes where a test says so, however busy the machine is."""
+    """A clock that is moved by hand, so a limit is reached exactly when a test says so, even on a busy machine."""
 
     now = 100.0
 
@@ -44,7 +44,7 @@ class Clock:
         return self.now
 
     def hang(self) -> None:
-        """A wait for what does not come, for ten minutes by this clock."""
+        """Wait ten minutes, by this clock, for something that does not come."""
         self.now += 600.0
         threading.Event().wait(HANGS)
 
@@ -71,7 +71,7 @@ def test_a_phase_is_overdue_from_its_own_beginning() -> None:
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., Watchdog]]:
-    """Starts watchdogs that never end this process, and stops them."""
+    """Start watchdogs that never end this process, and stop them."""
     watchdogs: list[Watchdog] = []
 
     def start(phases: Phases, **kwargs: Any) -> Watchdog:
@@ -116,7 +116,7 @@ def test_a_lost_worker_ends_the_run(started: Callable[..., Watchdog]) -> None:
 
 
 def test_a_wait_that_no_signal_wakes_is_released(started: Callable[..., Watchdog]) -> None:
-    """ray.get in an actor goes on waiting; it ends when the actor that it waits for is killed."""
+    """ray.get in an actor keeps waiting; it ends when the actor that it waits for is killed."""
     clock, answer = Clock(), threading.Event()
 
     def ray_get() -> None:
@@ -135,7 +135,7 @@ def test_a_wait_that_no_signal_wakes_is_released(started: Callable[..., Watchdog
 
 
 class Manager:
-    """Stands in for verl's checkpoint manager and rollout."""
+    """A stand-in for verl's checkpoint manager and rollout."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work, self.calls = work, 0
@@ -147,7 +147,7 @@ class Manager:
 
 
 class Trainer:
-    """What V1 does: parts are made by ``_setup``, and used after."""
+    """Do what V1 does: ``_setup`` creates the parts, and later calls use them."""
 
     def __init__(self, work: Callable[[], None] = lambda: None) -> None:
         self.global_steps = 3
@@ -167,7 +167,9 @@ class Trainer:
 
 
 class AwaitedTrainer(Trainer):
-    """As of fully_async_policy and one_step_off_policy: ``fit`` returns before anything has happened."""
+    """A trainer like those of fully_async_policy and one_step_off_policy: ``fit`` returns before anything has
+    happened.
+    """
 
     async def fit(self) -> str:  # type: ignore[override]
         await asyncio.sleep(0)
@@ -209,7 +211,7 @@ def test_switched_off() -> None:
 
 @pytest.mark.slow  # a process of its own
 def test_a_process_that_does_not_unwind_is_ended(tmp_path: Path) -> None:
-    """Code that swallows every error, in a process of its own: it is ended all the same."""
+    """Code that swallows every error, in its own process, is ended as well."""
     program = textwrap.dedent("""
         import time
         from recipe.offpolicy.fault_tolerance.watchdog import Phases, Watchdog
@@ -316,7 +318,7 @@ class Handle:
 def test_a_dead_worker_is_told_whatever_ended_it(
     monkeypatch: pytest.MonkeyPatch, error: RayError, said: str | None
 ) -> None:
-    """An actor that the memory monitor ended is dead like others; a broken connection may come back."""
+    """An actor that the memory monitor ended counts as dead; a broken connection may come back."""
     holder = SimpleNamespace(
         actor_rollout_wg=SimpleNamespace(workers=[Handle("dead")]),
         reward_loop_manager=SimpleNamespace(reward_loop_workers=[Handle("busy")]),

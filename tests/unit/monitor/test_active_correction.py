@@ -1,4 +1,4 @@
-"""What is in force between updates, and that a run which is resumed goes on with it or says why not."""
+"""The active correction between updates; a resumed run continues with it, or says why not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD, BAD = {"rollout_ratio/ess": 0.9, "weight/ess": 0.9}, {"rollout_ratio/ess":
 
 
 def config(folder: Path = Path("."), *, correction: CorrectionSpec = CONFIGURED, **changes: Any) -> DictConfig:
-    """A run with a fallback and moving bounds; ``changes`` are put in by dotted key, ``__`` for the dot."""
+    """A run with a fallback and moving bounds; ``changes`` are set by dotted key, with ``__`` for the dot."""
     alarm = {"action": "fallback", "patience": 1, "recovery_patience": 1, "return_after": 2}
     fallback = {"options": ["tis_token"], "correction": SAFER.to_mapping()}
     made = OmegaConf.create(
@@ -49,7 +49,7 @@ def config(folder: Path = Path("."), *, correction: CorrectionSpec = CONFIGURED,
 
 
 def seen(distance: float = 0.1) -> dict[str, Statistic]:
-    """Ten rows at one distance from agreement."""
+    """Ten rows at the same distance from agreement."""
     distances = histogram(torch.full((10,), distance, dtype=torch.float64), torch.ones(10, dtype=torch.bool))
     return {"gsm/distance": distances, "gsm/kept": Statistic(Reduction.MEAN, (5.0, 10.0))}
 
@@ -85,14 +85,14 @@ def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
 
 
 def saved(folder: Path, made: ActiveCorrection, run: DictConfig | None = None) -> None:
-    """A checkpoint of step 4, written while ``made`` decided."""
+    """A checkpoint of step 4, written while ``made`` was active."""
     with guard_save(run or config(folder), 4, CONFIGURED if run is None else CAPPED, made.state()):
         (folder / "global_step_4" / "actor").mkdir(parents=True)
         (folder / "global_step_4" / "actor" / "model.pt").touch()
 
 
 def resumed(made: DictConfig, correction: CorrectionSpec = CONFIGURED) -> ActiveCorrection:
-    """As the trainers do it."""
+    """Resume as the trainers do."""
     state = check_before_loading(made, correction, partial(find_differences, made))
     active = ActiveCorrection(correction, made)
     if state is not None:

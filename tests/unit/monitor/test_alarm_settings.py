@@ -1,4 +1,4 @@
-"""What is configured under offpolicy.alarms, and what each mistake is told."""
+"""The keys under offpolicy.alarms, and the answer to each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Alarms: when they fire and re-arm, and what a run does: warns, ends, goes over to a fallback and comes back."""
+"""Alarms: when they fire and re-arm, and their effect: a warning, the end of the run, or a fallback and the return from
+it.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ HEALTHY = {
 
 
 def panel(**alarms: dict[str, Any]) -> Alarms:
-    """All alarms off but those given, with their keys."""
+    """All alarms off, except the given ones with their keys."""
     values = {name: {"action": "off"} for name in DEFAULTS} | alarms
     return Alarms(OmegaConf.create({"offpolicy": {"alarms": values}}))
 
 
 def judged(made: Alarms, *ess: float, **others: float) -> list[bool]:
-    """Whether each update changed what is in force; ESS is the same by weight and by ratio."""
+    """Return whether each update changed the active correction; ESS is the same by weight and by ratio."""
     seen = []
     for value in ess:
         shown = HEALTHY | {"weight/ess": value, "rollout_ratio/ess": value} | others
@@ -113,7 +115,7 @@ LASTING = {"action": "fallback", "fallback": FALLBACK, "window": 4, "patience": 
 
 
 def test_a_mismatch_that_stays_high_keeps_its_fallback() -> None:
-    """Neither a switch nor time makes a fault what it is seen against: that would be a recovery on no evidence."""
+    """Neither a switch nor time makes a fault the reference; that would be a recovery without evidence."""
     made = panel(mismatch_growth=LASTING | {"return_after": 3})
     judged(made, *[0.9] * 8)
     assert judged(made, *[0.9] * 60, **{"kl/k3": 0.1}) == [False, True] + [False] * 58

@@ -1,4 +1,4 @@
-"""Bounds that follow a run: what they do with its updates, how they travel, and what is refused."""
+"""Bounds that follow a run: their reaction to updates, how they are sent, and what is rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calibration(correction: CorrectionSpec, **values: Any) -> Calibration:
 
 
 def seen(*distances: float, name: str = "gsm", kept: float = 0.0) -> dict[str, Statistic]:
-    """One update in which units of the mask lay this far from agreement."""
+    """One update in which units of the mask were this far from agreement."""
     counted = torch.ones(len(distances), dtype=torch.bool)
     return {
         f"{name}/distance": histogram(torch.tensor(distances, dtype=torch.float64), counted),

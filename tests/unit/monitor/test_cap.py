@@ -1,4 +1,4 @@
-"""The cap of a weight that follows an ESS: how it moves, how it travels, and what is refused."""
+"""The cap of a weight that follows an ESS: how it moves, how it is sent, and what is rejected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sums_of(log_rho: list[float], correction: CorrectionSpec = CAPPED) -> Histog
 
 
 def obstacles(log_rho: list[float]) -> dict[str, str]:
-    """What is in the way of a cap that is as configured."""
+    """The obstacles to a cap with its configured value."""
     weight = read_weight(TIS)
     return Evidence(SCHEDULE, weight, weight, sums_of(log_rho)).find_obstacles()
 

@@ -1,4 +1,6 @@
-"""The ESS of raw weights under any cap: that of the metric, exact at each edge, falling, and in sums that add up."""
+"""The ESS of raw weights for any cap equals the metric, is exact at each edge, decreases, and comes from sums that add
+up.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ TOKENS, TOTAL, SQUARE = WEIGHT_SUMS
 
 
 def shown(correction: CorrectionSpec, rows: Rows) -> dict[str, Statistic]:
-    """What a worker measures of the weight."""
+    """What a worker measures about the weight."""
     reading = defer_histograms(
         correction,
         {WEIGHT: "upper"},
@@ -45,7 +47,7 @@ def shown(correction: CorrectionSpec, rows: Rows) -> dict[str, Statistic]:
 
 
 def rows_of(log_rho: list[list[float]], drift: float = 0.0, mask: Any = None) -> Rows:
-    """Rows with these log-ratios of pi_old and mu, in float64, and pi ``drift`` nats above pi_old."""
+    """Rows with these log-ratios of pi_old and mu, in float64; pi is ``drift`` nats above pi_old."""
     mu = tensor([[-8.0] * len(row) for row in log_rho], torch.float64)
     old = mu + tensor(log_rho, torch.float64)
     there = torch.ones_like(mu, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
@@ -60,8 +62,9 @@ def sums_of(values: dict[str, Any] | None, log_rho: list[list[float]], **given_:
 
 
 def test_the_cap_of_four_tokens_by_hand() -> None:
-    """Weights 1, 1, 1 and 3. Under a cap c in [1, 3] the ESS is (3 + c)^2 / (4 (3 + c^2)); it is 0.9 at c = 1.95325,
-    the greater root of 2.6 c^2 - 6 c + 1.8, and 0.75 without a cap."""
+    """Weights 1, 1, 1 and 3. With a cap c in [1, 3], the ESS is (3 + c)^2 / (4 (3 + c^2)); it is 0.9 at c = 1.95325,
+    the greater root of 2.6 c^2 - 6 c + 1.8, and 0.75 without a cap.
+    """
     sums = sums_of(None, [[0.0, 0.0, 0.0, math.log(3.0)]])
     goal = find_widest_cap(sums, 0.9)
     assert goal <= math.log(1.953254) < goal * 10 ** (1 / 64)
@@ -74,7 +77,7 @@ def test_the_cap_of_four_tokens_by_hand() -> None:
 
 
 def capped() -> Any:
-    """Weights whose one cap may follow an ESS."""
+    """Weights with one cap that may follow an ESS."""
     return weights().filter(
         lambda one: one and one["kind"] != "reject" and one["upper"] is not None and one["by_position"] is None
     )

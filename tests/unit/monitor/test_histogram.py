@@ -1,4 +1,4 @@
-"""How far units lie from agreement: the same decision as the mask's, and parts that add up."""
+"""The distance of units from agreement leads to the mask's decisions, and parts add up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tests.support.recordings import NONE
 
 
 def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> dict[str, Statistic]:
-    """Those of rows as nested lists, advantages by row or token; all tokens are in the mask by default."""
+    """Histograms of rows given as nested lists, with advantages per row or token; by default, all tokens are in the
+    mask.
+    """
     mu, old = tensor(given["mu"]), tensor(given["old"])
     pi = tensor(given.get("pi", given["old"]))
     advantages = tensor(given.get("advantages", [1.0] * len(mu)))
@@ -47,7 +49,7 @@ def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> d
 
 
 def bins(statistic: Statistic) -> dict[int, float]:
-    """Bin -> count, of those that hold something."""
+    """Bin -> count, for bins that are not empty."""
     return {place: float(count) for place, count in enumerate(statistic.parts) if count}
 
 

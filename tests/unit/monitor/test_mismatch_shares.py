@@ -38,7 +38,7 @@ def sums_of(
 def test_fresh_rows_worked_by_hand() -> None:
     """G = 0.1, -0.1 and D = 0.2, 0: L = 0.3, -0.1 with mean 0.1 and variance (0.04 + 0.04) / 2 = 0.04.
 
-    Cov(G, L) = (0.1 x 0.2 + -0.1 x -0.2) / 2 = 0.02, a half; so is that of D.
+    Cov(G, L) = (0.1 x 0.2 + -0.1 x -0.2) / 2 = 0.02, which is half; the share of D is the other half.
     """
     of_variance, of_kl = compute_shares(sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0]).sum(0))
     assert of_variance.whole == pytest.approx(0.04)
@@ -52,9 +52,9 @@ def test_fresh_rows_worked_by_hand() -> None:
 
 
 def test_stale_rows_borrow_the_backend_of_fresh_ones() -> None:
-    """20 fresh tokens with G = +-0.1, 20 stale ones with G = +-0.3, no drift.
+    """20 fresh tokens with G = +-0.1, and 20 stale tokens with G = +-0.3, without drift.
 
-    Var(L) = (20 x 0.01 + 20 x 0.09) / 40 = 0.05. Backend: 0.01 of each token, fresh or stale, so 0.01 / 0.05 = 0.2.
+    Var(L) = (20 x 0.01 + 20 x 0.09) / 40 = 0.05. Backend: 0.01 for each token, fresh or stale, so 0.01 / 0.05 = 0.2.
     """
     half = LEAST_TOKENS // 2
     table = sums_of([[0.1, -0.1] * half, [0.3, -0.3] * half], [[0.0] * 2 * half] * 2, [0, 2]).sum(0)
@@ -81,7 +81,7 @@ def test_without_fresh_rows_backend_and_staleness_are_not_identified(staleness: 
 
 
 def test_too_few_fresh_tokens_at_the_probability_of_stale_ones() -> None:
-    """Fresh tokens at probability 0.3, stale ones at 0.0001: nothing is known of the backend there."""
+    """Fresh tokens have probability 0.3 and stale tokens 0.0001, so the backend noise there is unknown."""
     fresh = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
     stale = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1], mu=math.log(1e-4))
     assert compute_shares((fresh + stale).sum(0))[0].backend is None
@@ -92,7 +92,7 @@ def test_too_few_fresh_tokens_at_the_probability_of_stale_ones() -> None:
 
 
 def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
-    """Fresh G = +-0.1, later stale G = +-0.3 alone: the backend's share is 0.01 / 0.09."""
+    """Fresh G = +-0.1, and later only stale G = +-0.3: the backend's share is 0.01 / 0.09."""
     half = LEAST_TOKENS // 2
     fresh, stale = (
         build_share_statistics(sums_of([[g, -g] * half], [[0.0] * 2 * half], [age]).ravel().tolist())

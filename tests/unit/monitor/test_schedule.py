@@ -1,4 +1,4 @@
-"""The next bounds of a mask: by hand, and whatever is drawn they stay in order, in range and near the last ones."""
+"""The next bounds of a mask: by hand, and for any data they stay in order, in range and close to the last ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SYMMETRIC = band(math.exp(-0.1), math.exp(0.1))
 
 
 def hindered(values: dict[str, Any], distances: list[float], noise: list[float] | None = None, **changes: Any) -> str:
-    """Kinds of what is in the way of bounds that are as configured."""
+    """Kinds of obstacles to bounds with their configured values."""
     mask, schedule = mask_of(values), replace(SCHEDULE, **changes)
     evidence = (counts(*distances), None if noise is None else counts(*noise))
     return " ".join(sorted(Evidence(schedule, mask, mask, *evidence).find_obstacles()))
@@ -127,7 +127,9 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
 
 
 def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
-    """As with side=upper, where the lower bound alone rejects two of ten and one of ten is to be dropped."""
+    """This is the case with side=upper if the lower bound alone rejects two of ten, and one of ten should be
+    dropped.
+    """
     rows = [0.3] * 8 + [math.inf] * 2
     assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(0.1)
     assert hindered(SYMMETRIC, rows, side="upper") == "share"

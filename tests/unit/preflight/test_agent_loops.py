@@ -1,4 +1,4 @@
-"""Agent loops of the user's own: what is seen in their source, and that nothing else is claimed."""
+"""The user's own agent loops: what is found in their source, and that nothing else is claimed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SOURCES = {
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of the user's, whose modules would end the test if they were imported."""
+    """A user's package whose modules would end the test if they were imported."""
     package = tmp_path / "of_mine"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""``correction=auto``: every branch of the tree, what it reads, and what it refuses."""
+"""``correction=auto``: every branch of the decision tree, what it reads, and what it rejects."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_engine_and_mode_decide(engine: Any, mode: Any, options: tuple[str, ...]
 )
 @pytest.mark.parametrize(("strategy", "key"), [("megatron", REPLAY), ("fsdp", FSDP_REPLAY), ("fsdp2", FSDP_REPLAY)])
 def test_minibatches_decide_the_replay(n: int, mode: str, more: dict[str, Any], strategy: str, key: str) -> None:
-    """R2 fails at 8, and one step on a batch wants none."""
+    """R2 fails with 8 mini-batches, and one step per batch needs no replay."""
     setup = replace(PLAIN, model="moe", minibatches=n, strategy=strategy, fsdp_replay=strategy != "megatron")
     requires = {key: mode, **more}
     assert required(select(setup)) == requires
@@ -104,7 +104,7 @@ def test_without_replay_in_verl(strategy: str) -> None:
 
 
 def configuration(**changes: Any) -> DictConfig:
-    """The keys of verl's that are read, as a synchronous run on FSDP has them."""
+    """The keys of verl that are read, as a synchronous run with FSDP has them."""
     config = OmegaConf.create(
         {
             "setup": {"engine": None, "mode": None, "model": "dense", "trajectory": None, "minibatches": None},

@@ -1,4 +1,6 @@
-"""The probe of verl's policy losses: it takes those that weigh each token's term, and says why it refuses others."""
+"""The probe of verl's policy losses accepts losses that weight each token's term, and gives a reason for rejecting
+others.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_losses_that_do_not(loss_mode: str, reason: str) -> None:
 
 
 def test_the_answer_does_not_depend_on_the_random_state() -> None:
-    """clip_cov picks tokens at random, so that no two gradients of it can be compared."""
+    """clip_cov picks tokens at random, so no two of its gradients can be compared."""
     for seed in range(3):
         torch.manual_seed(seed)
         assert probe(config("clip_cov")) is not None
@@ -41,7 +43,7 @@ def test_the_answer_does_not_depend_on_the_random_state() -> None:
 
 
 def test_sums_need_a_scale_that_is_not_the_micro_batch() -> None:
-    """verl divides by the padded width where none is given, which differs from split to split."""
+    """Without a scale, verl divides by the padded width, which differs between splits."""
     wrong = probe(config(loss_agg_mode="seq-mean-token-sum-norm"))
     assert SPLIT in wrong
     assert probe(config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=64)) is None
@@ -49,7 +51,7 @@ def test_sums_need_a_scale_that_is_not_the_micro_batch() -> None:
 
 @pytest.fixture
 def registered(request: pytest.FixtureRequest) -> Any:
-    """A policy loss of the test's own under verl's registry: what it does with the weights is the parameter."""
+    """A policy loss of the test in verl's registry; the parameter says what it does with the weights."""
     what = request.param
 
     @register_policy_loss("of_the_test")

@@ -1,4 +1,4 @@
-"""Pairs of bounds, corrections to report on, and values that checks and verl cannot compute with."""
+"""Pairs of bounds, corrections to report on, and values with which checks and verl cannot compute."""
 
 from __future__ import annotations
 

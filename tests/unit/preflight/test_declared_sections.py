@@ -1,4 +1,4 @@
-"""Every key below ``offpolicy``: what it cannot be, what is proposed instead, and when nothing reads it."""
+"""Every key below ``offpolicy``: invalid values, the proposed fix, and when the key is unused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ INSIDE: dict[str, tuple[Any, ...]] = {
     "alarms.ess.action": ("off", False, "warn", "stop", "fallback"),
     "alarms.mismatch_growth.window": (2,),
 }
-"""Keys -> values at the edge of what they take."""
+"""Keys -> values at the edge of their range."""
 UNREAD: dict[str, Any] = {
     "staleness.too_old": "mask",
     "staleness.adapt.trainer_wait": 0.1,
@@ -72,7 +72,7 @@ UNREAD: dict[str, Any] = {
     "calibrate.ceiling": 2.0,
     "alarms.ess.return_after": 9,
 }
-"""Keys -> a value that fits, of a section that is off."""
+"""Keys -> a valid value, of a section that is off."""
 ELSEWHERE = ("extensions", "shadow", "shadow_delta")
 
 

@@ -1,4 +1,4 @@
-"""Fallbacks are named like the correction itself, mean what their files say, and are checked as strictly."""
+"""Fallbacks are named like corrections, mean what their files say, and are checked as strictly."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_a_fallback(folder: Path, value: str, expected: str) -> N
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[DictConfig]:
-    """With verl's own keys, which checks read."""
+    """A configuration with verl's own keys, which the checks read."""
     with application("correction=gsm", TAKEN, f"{KEY}.fallback=[tis_token,gsm]", *NEEDED) as config:
         resolve(config)
         yield config
@@ -90,7 +90,7 @@ GSM_SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
 
 
 def checked(config: DictConfig) -> list[dict[str, Any]]:
-    """The corrections that the start-up checks are asked about."""
+    """The corrections that the start-up checks receive."""
     seen: list[Any] = []
     spec = CorrectionSpec.from_mapping(read_correction(Composed(config)))
     check(Composed(config, spec), lambda other: seen.append(OmegaConf.to_container(other.config.correction)))

@@ -1,4 +1,4 @@
-"""Options compose and stack; two that set one key, and a group that is deleted, stop."""
+"""Options compose and stack; two options that set the same key, and a deleted group, stop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def share_a_key(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 
 def test_every_pair_that_shares_a_key_conflicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else there is to choose: two options stack exactly if no key of theirs, or above it, is set by both."""
+    """Whatever the other choices are, two options stack exactly if they set no common key and no key above
+    the other's.
+    """
     stackable = [option for option in OPTIONS if option not in EMPTY | {AUTO} and not option.startswith("verl/")]
     seen = set()
     with application(folder=folder):
@@ -72,7 +74,7 @@ def test_some_stand_alone(option: str, order: str, folder: Path) -> None:
 
 
 def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
-    """As written: with what the user has to give, and from the user's own folders too."""
+    """The values are those of the file, including those that the user must set, also from the user's own folders."""
     (tmp_path / "correction").mkdir()
     (tmp_path / "correction" / "mine.yaml").write_text("alpha: ${oc.env:NO_SUCH_VARIABLE}\n")
     with application(f"hydra.searchpath=[file://{tmp_path}]", folder=folder):

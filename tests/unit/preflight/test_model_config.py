@@ -1,4 +1,4 @@
-"""The model's config.json: which models are mixtures of experts, and what a contradiction does."""
+"""The model's config.json: which models are mixtures of experts, and the effect of a contradiction."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def test_experts_count_as_one_tensor_where_they_are_stacked(tmp_path: Path) -> None:
-    """8 experts of 3 matrices of 64 x 32: 49 152 elements; one matrix has 2048, and the embedding 3200."""
+    """8 experts with 3 matrices of 64 x 32: 49 152 elements; one matrix has 2048, and the embedding 3200."""
     names = [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(8) for part in ("gate", "up", "down")]
     tensors = {EMBEDDING: torch.zeros(100, 32)} | {name: torch.zeros(64, 32) for name in names}
     save_file(tensors, tmp_path / "model.safetensors")

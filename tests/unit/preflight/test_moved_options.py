@@ -1,4 +1,4 @@
-"""Presets stand in folders, and a former name is answered, wherever it is given, with the one that composes."""
+"""Presets are in folders; a former name is answered, wherever it is given, with the name that composes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERL = "verl.trainer.main_ppo"
 @pytest.mark.slow
 @pytest.mark.parametrize("old", MOVED)
 def test_every_former_name_is_answered_with_one_that_composes(old: str, folder: Path) -> None:
-    """Alone and in a list, by what Hydra raises, and by what looks an option up."""
+    """Alone and in a list, by Hydra's error, and by the functions that look up an option."""
     new = MOVED[old]
     assert old not in OPTIONS
     for written, today in ((old, new), (f"[gsm,{old}]", f"[gsm,{new}]")):
@@ -46,7 +46,7 @@ def launch(module: str, override: str) -> Callable[[Path], object]:
 
 
 def any_program(folder: Path) -> object:
-    """Of verl's main no code of ours is in front; the plugin answers."""
+    """No code of ours runs before verl's main, so the plugin answers."""
     bring_sections()
     (folder / "mine.yaml").write_text("a: 1\n")
     GlobalHydra.instance().clear()

@@ -1,4 +1,4 @@
-"""``correction.proximal=auto``: when the forward pass for pi_old is left out, and what is said where it is not."""
+"""``correction.proximal=auto``: when the forward pass for pi_old is skipped, and the reason if it is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Configuration = Callable[..., DictConfig]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., str]:
-    """Folders that hold a model's configuration and nothing else."""
+    """Folders that contain only a model's configuration."""
 
     def made(**values: Any) -> str:
         folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def configuration(model: Callable[..., str]) -> Configuration:
-    """One gradient step on each batch, and nothing in the way of ``reuse``."""
+    """One gradient step per batch, and nothing that prevents ``reuse``."""
 
     def made(changes: dict[str, Any] | None = None, **correction: Any) -> DictConfig:
         config = OmegaConf.create(

@@ -1,4 +1,4 @@
-"""The names of our keys, and those of verl, come from the files that ship them."""
+"""The names of our keys and of verl's keys come from the files that ship them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_fix_keeps_what_was_asked_for(option: str, override: str, folder: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("option", each_nth_by_default(10, [each for each in OPTIONS if each not in ("auto", "none")]))
 def test_every_bound_of_every_option_comes_back(option: str, folder: Path) -> None:
-    """Whatever is written into a key of an option, the fix is the option as it is."""
+    """Whatever is written into a key of an option, the fix is the option's own value."""
     deltas = DELTAS.get(option, [])
     _, whole = fixed(option, deltas, folder)
     parts = [f"masks.{name}" for name in whole.get("masks") or {}] + ["weight"] * bool(whole.get("weight"))

@@ -21,7 +21,7 @@ FACTORIES = [option.removeprefix("verl/") for option in OPTIONS if option.starts
 
 
 def loaded(option: str, **changes: Any) -> CorrectionSpec:
-    """One option by itself, with 0.1 for the budgets that it leaves open."""
+    """One option by itself, with 0.1 for the budgets that it does not set."""
     config = OmegaConf.load(CONFIGS / "correction" / f"{option}.yaml")
     for override in DELTAS.get(option, []):
         key, value = override.removeprefix("correction.").split("=")
@@ -122,7 +122,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 def test_every_option_is_held_by_a_test() -> None:
-    """By its values below, or by the factory of verl's that it is named after."""
+    """An option is tested by its values below, or by verl's factory after which it is named."""
     assert set(OPTIONS) == set(EXPECTED) | {f"verl/{name}" for name in FACTORIES}
 
 
@@ -133,7 +133,7 @@ def test_each_option_is_what_is_published(option: str) -> None:
 
 @pytest.mark.parametrize("option", each_nth_by_default(5, OPTIONS))
 def test_each_option_composes(option: str, folder: Path) -> None:
-    """It sets its own keys and nothing besides."""
+    """It sets only its own keys."""
     with application(f"correction={option}", *DELTAS.get(option, []), folder=folder) as config:
         assert Composed(config).spec == loaded(option)
 
@@ -142,7 +142,7 @@ def test_each_option_composes(option: str, folder: Path) -> None:
 
 
 def same(one: CorrectionSpec, two: CorrectionSpec) -> bool:
-    """Equal up to the masks' names; bounds to within rounding, for 1 / 1.001 may be rounded twice."""
+    """Equal except for the masks' names; bounds within rounding, because 1 / 1.001 may be rounded twice."""
 
     def rounded(spec: CorrectionSpec) -> dict[str, Any]:
         mapping = spec.to_mapping()

@@ -1,4 +1,4 @@
-"""The primary configuration that is named has our sections, and a search path of the user's leaves verl's in reach."""
+"""The chosen primary configuration has our sections, and a user's search path still reaches verl's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What verl's asynchronous programs do in other processes is refused, and adapters that never reach the engine."""
+"""Settings of verl's asynchronous programs that other processes would ignore are rejected, and so are adapters that
+never reach the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ENGINE = {"trainer": {"use_legacy_worker_impl": "disable"}}
 
 
 def tuned(release: str, model: dict[str, Any], rollout: dict[str, Any], own: dict[str, Any], strategy: str) -> Any:
-    """The problems of a run with LoRA under a release, and those that are left once the first is fixed."""
+    """The problems of a run with LoRA in a release, and those that are left after the first is fixed."""
     given = {"name": "vllm", "load_format": "dummy"} | rollout
     actor = {"strategy": strategy, "fsdp_config": {"strategy": "fsdp"}}
     config = OmegaConf.create({**own, "actor_rollout_ref": {"actor": actor, "model": model, "rollout": given}})

@@ -1,4 +1,4 @@
-"""Keys that verl reads late are refused before a launch: choices, checkpoints, folders, numbers."""
+"""Keys that verl reads late are rejected before a launch: choices, checkpoints, folders, numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seams that do not hold stop a launch, with the release of verl."""
+"""Hooks whose targets have changed stop a launch, and the error names the release of verl."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_the_process_that_trains_looks_at_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin that replaces a seam is not in verl's source, by which the launch was checked."""
+    """A plugin that replaces a target is not in verl's source, which was checked before the launch."""
     pytest.importorskip("verl")
     from verl.workers.engine_workers import TrainingWorker
 
@@ -111,7 +111,7 @@ def test_what_is_gone_is_seen_and_left_to_the_import(change: dict[str, Any], sai
 
 
 def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
-    """A name that the source binds nowhere is no proof that it is not there."""
+    """A name that the source does not bind may still exist at run time."""
     made = Contract("made", "verl.workers.utils.losses:get_policy_loss_fn", None, "verl", HERE[0].releases)
     assert not holds_in_source(made), "imported there from elsewhere"
     check_contracts([made])

@@ -1,4 +1,4 @@
-"""Overrides that were meant for us and would reach nothing, and those that merely look alike."""
+"""Overrides that were meant for us but would have no effect, and those that merely look similar."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def base() -> Iterator[DictConfig]:
 
 
 def found(argument: str, base: DictConfig, *registered: str) -> list[Any]:
-    """What is said of an added override, before Hydra composes or afterwards."""
+    """Return the answer to an added override, before or after Hydra composes."""
     return list(find_similar_keys([argument])) or list(find_stray_keys([argument], base, OPTIONS, registered))
 
 
@@ -76,7 +76,7 @@ SECTIONS = sorted(
 def test_every_section_is_recognised_where_it_does_not_belong(
     section: tuple[str, ...], typo: str, parent: str, base: DictConfig
 ) -> None:
-    """Sections come from the registry and the YAML: one that is added there is covered."""
+    """Sections come from the registry and the YAML, so a new section is covered."""
     key = f"{parent}{typo.format(section[-1])}.x"
     if key != f"{section[0]}.x":
         (problem,) = found(f"+{key}=1", base)
@@ -154,6 +154,6 @@ def test_no_line_is_too_odd(text: str) -> None:
 
 @pytest.mark.parametrize("key", ["offpolicy.record.dir", "offpolicy.shadow", "opd.teacher.url", "correction", "opd"])
 def test_a_key_of_ours_without_a_value_is_refused(key: str) -> None:
-    """As ``key=$UNSET`` leaves it."""
+    """``key=$UNSET`` gives such a key."""
     with pytest.raises(CheckError, match=f"{key}='': empty"):
         force_own_keys([f"{key}="])

@@ -1,4 +1,6 @@
-"""Checks that read more than keys: a model's files, verl's own configuration and code, extensions; and all at once."""
+"""Checks that read more than keys: a model's files, verl's own configuration and code, and extensions; and all checks
+together.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_a_healthy_launch_passes_all_checks(changes: dict[str, Any], base: DictC
 
 
 def test_all_problems_are_reported_at_once(base: DictConfig) -> None:
-    """What verl refuses hides no problem of ours, and the other way around."""
+    """An error of verl hides none of our problems, and vice versa."""
     changes = {MU: False, f"{ROLLOUT}.top_p": 0.9, "distillation.enabled": True, f"{ACTOR}.loss_agg_mode": "mean"}
     found = problems(base, changes)
     assert len(found) == 4

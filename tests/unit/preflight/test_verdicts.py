@@ -1,4 +1,4 @@
-"""The verdict of each start-up check: overrides, what it names, and the override that fixes it."""
+"""The verdict of each start-up check: overrides, the key that it names, and the override that fixes it."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def find_check(name: str) -> Check:
 CASES = {(find_check(head.split()[0]), head.split()[1]): cases for head, cases in read_table("verdicts.txt")}
 """(check, release of verl) -> overrides, and the problems found: verdict, key and fix without the own key."""
 LEFT = {"trainer.use_legacy_worker_impl=on"}
-"""Of whose fix the installed release takes another one."""
+"""Problems for which the installed release accepts a different fix."""
 
 
 def with_values(config: DictConfig, overrides: list[str]) -> DictConfig:
-    """A copy with these overrides, whether the keys are there or not."""
+    """A copy with these overrides, whether or not the keys exist."""
     config = copy_config(config)
     OmegaConf.set_struct(config, False)
     for override in OverridesParser.create().parse_overrides(overrides):

@@ -1,4 +1,4 @@
-"""Rewards by token meet an estimator: verl's own and a user's, each judged by what it computes."""
+"""Per-token rewards with verl's own estimators and a user's estimator, each judged by what it computes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch(scores: torch.Tensor) -> Any:
 
 @pytest.fixture
 def own_sum() -> Iterator[str]:
-    """A user's own estimator: the row's sum, as any outcome."""
+    """A user's own estimator, which returns the row's sum like any outcome estimator."""
 
     @core_algos.register_adv_est("own_sum")
     def own_sum(token_level_rewards: Any, response_mask: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def test_a_users_own_estimator_is_judged_too(own_sum: str) -> None:
 
 
 def test_an_estimator_that_cannot_be_tried_is_judged_by_its_name() -> None:
-    """gdpo asks for rewards by dimension, and no one knows of unknown_one."""
+    """gdpo needs rewards by dimension, and unknown_one is unknown."""
     assert sees_positions(config("gdpo"), plain_advantage()) is None
     with pytest.raises(DenseRewardError, match="gdpo"):
         guard("gdpo").check(batch(DENSE))

@@ -1,4 +1,4 @@
-"""The worker's evidence from one micro-batch, of a loss written out here: -sum of ratio x advantage x weight."""
+"""The worker's evidence from one micro-batch, with an explicit loss: -sum of ratio x advantage x weight."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Adapter:
 
 
 def evidence(adapter: Adapter, *, scale: float = 1.0, advantage: float = 1.0, tokens: int = 1, last: int = 1) -> Proof:
-    """Two rows of three tokens; the ratios pi_old / mu of the first are 1.5, 1 and 3."""
+    """Two rows of three tokens; in the first row, the ratios pi_old / mu are 1.5, 1 and 3."""
     mask = torch.full((2, 3), tokens)
     mask[:, -1] *= last
     mu = torch.full((2, 3), -2.0)
@@ -99,7 +99,7 @@ BY_AGE = band(0.9, 1.1, level="token", aggregate="product", by_staleness=[1.0, 1
 
 
 def aged_evidence(correction: CorrectionSpec) -> Proof:
-    """Rows of two turns at step 9, the first by version 5 and then 8, the second by version 8."""
+    """Rows of two turns at step 9, the first sampled by versions 5 and 8, the second by version 8."""
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
     old = torch.full((2, 4), -2.0)
     columns = {"responses": mask, "response_mask": mask, "advantages": torch.ones(2, 4), "old_log_probs": old}

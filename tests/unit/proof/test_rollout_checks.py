@@ -1,4 +1,4 @@
-"""What is looked at of each rollout's log-probs, nested as V1 has it and padded as V0."""
+"""The checks of each rollout's log-probs, nested as in V1 and padded as in V0."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sure_tokens_and_far_ones_are_no_placeholders(nested: bool) -> None:
 @pytest.mark.parametrize("number", [0.0, -0.017])
 @pytest.mark.parametrize("nested", [True, False])
 def test_equal_responses_of_a_group_have_equal_log_probs(nested: bool, number: float) -> None:
-    """The trainer has moved away from a token of which older weights were sure; elsewhere it is a placeholder."""
+    """The trainer has moved away from a token of which older weights were certain; otherwise, it is a placeholder."""
     given, groups = rollout(nested=nested), [str(row // 16) for row in range(ROWS)]
     for row in range(16):
         given["responses"][row][:4] = given["responses"][0][:4]
@@ -111,7 +111,7 @@ def test_a_store_in_which_some_rows_lack_them() -> None:
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_large_batch_has_one_tally_in_both_layouts(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more rows than are compared, and of longer ones, the same are taken."""
+    """If there are more or longer rows than are compared, both layouts take the same rows."""
     monkeypatch.setattr("recipe.offpolicy.proof.token_alignment.MOST_ELEMENTS", 256)
     monkeypatch.setattr("recipe.offpolicy.proof.token_alignment.MOST_POSITIONS", 9)
     nested, padded = rollout(nested=True), rollout(nested=False)
@@ -158,7 +158,7 @@ UIDS = ["one", "one", "two"]
 
 
 def rows(*, apart: float, at: tuple[int, int] = (1, 2), nested: bool = False) -> TensorDict:
-    """Rows of 4, 3 and 1 tokens, alike but for one token."""
+    """Rows of 4, 3 and 1 tokens that differ in one token."""
     lengths = torch.tensor([4, 3, 1])
     mask = torch.arange(4) < lengths[:, None]
     old = -torch.arange(1.0, 13.0).view(3, 4) / 8
@@ -186,7 +186,7 @@ def test_one_engine(apart: float, nested: bool) -> None:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("apart", [1.2e-6, -0.25, math.nan, -math.inf])
 def test_two_engines(apart: float, nested: bool) -> None:
-    """Row 1, token 2: old = -7 / 8, and mu of -1.125 with a difference of -0.25."""
+    """Row 1, token 2: old = -7 / 8, and mu = -1.125 for a difference of -0.25."""
     check = SameEngineCheck()
     with pytest.raises(SameEngineError) as caught:
         check.judge(rows(apart=apart, nested=nested), UIDS, step=5)

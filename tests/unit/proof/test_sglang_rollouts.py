@@ -83,7 +83,7 @@ def test_log_probs_that_were_not_asked_for_are_missing() -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_raw_log_probs_are_told_by_the_mean_ratio(temperature: float) -> None:
-    """At temperature 1 raw and processed log-probs are the same."""
+    """At temperature 1, raw and processed log-probs are the same."""
     rows = sampled(Engine(LOGITS, raw=True), temperature=temperature)
     told = "were not sampled from the distribution"
     with nullcontext() if temperature == 1.0 else pytest.raises(RolloutLogProbError, match=told):

@@ -1,4 +1,4 @@
-"""mu against the trainer's policy: whole batches whose log-probs are not their own are found, healthy ones are not."""
+"""mu compared with the trainer's policy: batches with wrong log-probs are found, healthy batches are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def batch(
     generator: torch.Generator, rows: int = 128, width: int = 10, noise: float = 0.005, drift: float = 0.0
 ) -> Batch:
-    """(log pi_old, log mu, mask): most tokens sure, the rest exponential; noise grows with -log p, as engines' does."""
+    """(log pi_old, log mu, mask): most tokens are certain, the rest exponential; noise grows with -log p, as in
+    engines.
+    """
     sure = torch.rand(rows, width, generator=generator) > 0.3
     size = torch.empty(rows, width).exponential_(generator=generator) * 2.0 * torch.rand(rows, 1, generator=generator)
     old = -torch.where(sure, 0.001 * torch.rand(rows, width, generator=generator), size)

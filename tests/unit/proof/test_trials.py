@@ -1,4 +1,4 @@
-"""Trials of the liveness proof: micro-batches that lie beyond and inside each bound, by hand."""
+"""Trials of the liveness proof: micro-batches beyond and within each bound, by hand."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def ages(trial: Trial) -> list[int]:
 
 
 def test_a_mask_on_age_is_tried_at_its_bound_and_a_version_beyond() -> None:
-    """The first token of a row is aged; the others are of the weights in force."""
+    """The first token of a row is old; the others come from the current weights."""
     stale = MaskSpec("rollout", "token", "staleness", None, 4.0, "any")
     found = list(build_mask_trials("stale", stale, rows()))
     seen = [

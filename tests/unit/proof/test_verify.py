@@ -1,4 +1,4 @@
-"""The trainer's verdict on the evidence of an update, and what it says of itself."""
+"""The trainer's verdict on the evidence of an update, and the text that describes it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROOF = Proof(
 
 
 def packets(correction: CorrectionSpec = BOTH, proof: Proof = PROOF) -> list[Packet]:
-    """Those of two micro-batches, with rows 1 and 2, and 3."""
+    """The packets of two micro-batches, with rows 1 and 2, and row 3."""
     fingerprint = compute_fingerprint(correction, [])
     return [Packet(fingerprint, rows=[1, 2], proof=proof), Packet(fingerprint, rows=[3], proof=proof)]
 
@@ -95,7 +95,7 @@ def test_a_policy_that_moved_is_nearer_to_its_own_rows() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_few_tokens_are_not_judged_off_by_one(tokens: int) -> None:
-    """Of short answers few tokens have two neighbours, and one of them agrees better with a neighbour by chance."""
+    """In short answers, few tokens have two neighbours, and one of them may agree better with a neighbour by chance."""
     proof = replace(PROOF, distances=(0.1, 0.3, 2.0), inner_tokens=tokens // 2)
     last = replace(proof, inner_tokens=tokens - tokens // 2)
     first, second = packets()

@@ -1,4 +1,4 @@
-"""Ragged rows in memory, and how they are packed for the way to the host."""
+"""Ragged rows in memory, and how they are packed for the transfer to the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASK = torch.tensor(
 
 
 def seen(mask: Tensor = MASK, **changes: Any) -> Seen:
-    """Every number is 100 x row + 10 x column + what tells the tensors apart."""
+    """Every number is 100 x row + 10 x column + a number that identifies the tensor."""
     rows, width = mask.shape
     place = 100.0 * torch.arange(rows)[:, None] + 10.0 * torch.arange(width)
     values: dict[str, Any] = dict(
@@ -88,7 +88,7 @@ def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
 
 
 def test_staleness_by_token_falls_back_on_the_row() -> None:
-    """In step 5 rows of 3, 1 and 1 tokens: two versions and an unknown token; unknown but for the row; unknown."""
+    """In step 5, rows of 3, 1 and 1 tokens: two versions and an unknown token; unknown except for the row; unknown."""
     rows = drawn_rows(
         [3, 1, 1],
         step=5,

@@ -1,4 +1,4 @@
-"""docs/recording.md says what the code does: columns, metrics, and its examples run."""
+"""docs/recording.md describes what the code does: columns, metrics, and examples that run."""
 
 from __future__ import annotations
 

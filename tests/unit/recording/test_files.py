@@ -1,4 +1,4 @@
-"""One recorded file: what is written is what is read, whole or not at all."""
+"""One recorded file: what is written is what is read, completely or not at all."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_files_of_version_1_are_read(tmp_path: Path) -> None:
-    """They lack the column ``version``; rows of a single version have it at each token."""
+    """They lack the column ``version``; in rows of one version, every token gets it."""
     assert [name for name in SCHEMA.names if not has_column(name, 1)] == ["version"]
     rows = drawn_rows([2, 1, 1], oldest_version=np.array([3, 2, -1]), newest_version=np.array([3, 3, -1]))
     table = to_table(rows, SPEC, REASONS).drop_columns(["version"])
@@ -92,7 +92,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_the_checksum_of_each_version_stays_what_it_was(version: bytes, expected: bytes) -> None:
-    """BLAKE2b up to version 2, as the releases that wrote them computed it; XXH3 from 3 on."""
+    """BLAKE2b up to version 2, as the releases that wrote these files computed it; XXH3 from version 3 on."""
     floats = {name: np.array([-1, -2, -3], dtype=np.float32) for name in ("rollout_log_prob", "old_log_prob")}
     rows = drawn_rows([2, 1], **floats, log_prob=floats["old_log_prob"], advantages=floats["old_log_prob"])
     assert compute_digest(rows, {VERSION_KEY: version}) == expected

@@ -1,4 +1,4 @@
-"""Files that are cut short, damaged or made to harm: each is an error that names the file, and nothing is unpickled."""
+"""Truncated, damaged and malicious files: each is an error that names the file, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_truncation_is_an_error_that_names_the_file(path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_damaged_bytes_are_noticed_or_without_effect(path: Path, seed: int) -> None:
-    """The rows as they were, or an error: never other rows, another exception, or no end."""
+    """The result is the original rows or an error, never other rows, another exception, or an endless loop."""
     content, rng, noticed = path.read_bytes(), random.Random(seed), 0
     for _ in range(80):
         damaged = bytearray(content)
@@ -64,7 +64,9 @@ def test_damaged_bytes_are_noticed_or_without_effect(path: Path, seed: int) -> N
 
 
 def test_rows_repeated_without_end_are_refused_before_they_are_unpacked(path: Path) -> None:
-    """160 000 rows of 4: 720 000 tokens, by 8 bytes and more than a dozen columns above 64 MiB, in a file of few KB."""
+    """160 000 rows times 4: 720 000 tokens of 8 bytes in more than a dozen columns exceed 64 MiB, in a file
+    of few KB.
+    """
     table = pa.concat_tables([pq.read_table(path)] * 40_000).combine_chunks()
     pq.write_table(table, path, compression="zstd")
     assert path.stat().st_size * files_module.UNPACKED < 2**26
@@ -77,7 +79,7 @@ def test_rows_repeated_without_end_are_refused_before_they_are_unpacked(path: Pa
 
 
 def rewritten(path: Path, change: Callable[[pa.Table], pa.Table], **metadata: bytes) -> Path:
-    """The file with its table changed and its metadata updated, written by another hand."""
+    """Write the file again with a changed table and updated metadata."""
     table = change(to_table(ROWS, NONE, REASONS))
     kept = to_table(ROWS, NONE, REASONS).schema.metadata | {f"offpolicy.{k}".encode(): v for k, v in metadata.items()}
     pq.write_table(table.replace_schema_metadata(kept), path)
@@ -124,7 +126,9 @@ class Dangerous:
 
 
 def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickles where pandas, Arrow and their users have kept them: metadata of the table and of its fields."""
+    """Pickles in the places where pandas, Arrow and their users have kept them: metadata of the table and of its
+    fields.
+    """
     bomb = pickle.dumps(Dangerous())
 
     def armed(table: pa.Table) -> pa.Table:
@@ -174,7 +178,7 @@ def table(rows: int) -> pa.Table:
 
 
 def zigzag(count: int) -> bytes:
-    """A count in Thrift's compact protocol: doubled, seven bits a byte, the lowest first."""
+    """A count in Thrift's compact protocol: doubled, with seven bits per byte, lowest bits first."""
     doubled = 2 * count
     size = max(1, -(-doubled.bit_length() // 7))
     return bytes([doubled >> 7 * i & 0x7F | 0x80 * (i < size - 1) for i in range(size)])

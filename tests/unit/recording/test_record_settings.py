@@ -1,4 +1,4 @@
-"""``offpolicy.record``: what it takes, and what is wrong with it, with the fix."""
+"""``offpolicy.record``: accepted values, and errors with their fixes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path
 
 
 def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
-    """A weight that rejects is one of them, a weight that truncates is none."""
+    """A rejecting weight counts as a part, a truncating weight does not."""
     place = str(tmp_path / "rec")
     recorded, nothing = config(tmp_path, dir=place), config(tmp_path)
     masks = {f"m{number}": GSM for number in range(MOST_REASONS)}
@@ -87,7 +87,7 @@ def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:
 
 
 def begun(tmp_path: Path, **card: Any) -> DictConfig:
-    """A run that wrote its card and a step, and no checkpoint; the same is launched again."""
+    """A run that wrote its card and one step but no checkpoint is launched again."""
     place = recording(tmp_path)
     written = {"checkpoints": str(tmp_path / "checkpoints"), "config": {"trainer": {"save_freq": 10}}} | card
     (Path(place) / "run.json").write_text(json.dumps(written))

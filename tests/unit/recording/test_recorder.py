@@ -1,4 +1,4 @@
-"""The recorder's two threads: what is written when, and what is left out rather than waited for."""
+"""The recorder's two threads: when they write, and what they leave out instead of waiting."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def micro_batch(
     spec: dict[str, Any] = SPEC,
     width: int = 3,
 ) -> int | None:
-    """One micro-batch as the loss announces and hands it over."""
+    """Announce and hand over one micro-batch as the loss does."""
     mini_batch = recorder.admit(step, update, count)
     if mini_batch is not None:
         recorder.put(step, update, mini_batch, rows(count, first, width), spec, ())
@@ -96,14 +96,14 @@ def written(recorder: Recorder) -> list[str]:
 
 
 def settled(recorder: Recorder) -> list[str]:
-    """What lies there once the thread has nothing to do, without closing what is open."""
+    """Return what is written once the thread is idle, without closing open files."""
     with recorder._condition:
         assert recorder._condition.wait_for(lambda: not recorder._items and not recorder._busy, HANGS)
     return written(recorder)
 
 
 def updated(recorder: Recorder, specs: list[dict[str, Any]], step: int = 1) -> list[str]:
-    """A step of an update of 4 rows in 2 gradient steps under each of ``specs``; rows are numbered through."""
+    """A step of an update of 4 rows in 2 gradient steps for each of ``specs``; row numbers continue."""
     for update, spec in enumerate(specs):
         plan = replace(UPDATE, update=update, updates=len(specs), gradient_steps=2 * update)
         for half in range(2):
@@ -113,7 +113,7 @@ def updated(recorder: Recorder, specs: list[dict[str, Any]], step: int = 1) -> l
 
 
 def test_each_update_of_a_step_has_a_file(recorder: Recorder) -> None:
-    """The second's rows were recorded after 2 and 3 gradient steps."""
+    """The second update's rows were recorded after 2 and 3 gradient steps."""
     assert updated(recorder, [SPEC, SPEC]) == [
         "step_00000001.update_0000.rank_00000.parquet",
         "step_00000001.update_0001.rank_00000.parquet",
@@ -128,7 +128,7 @@ def test_each_update_of_a_step_has_a_file(recorder: Recorder) -> None:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk that takes nothing until the event is set; whoever waits for it waits for ever."""
+    """A disk that accepts nothing until the event is set, so a thread that waits for it hangs."""
     free = threading.Event()
     original = files.write
 
@@ -142,7 +142,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_disk_that_hangs_costs_rows_and_no_time(tmp_path: Path, clock: Clock, slow_disk: threading.Event) -> None:
-    """Room for three updates of rows, of which the first two wait for the disk."""
+    """There is room for three updates of rows, of which the first two wait for the disk."""
     size = rows(4).nbytes
     recorder = made(tmp_path, clock, max_waiting_bytes=2.5 * size)
     for step in range(1, 6):
@@ -159,8 +159,9 @@ def test_a_disk_that_hangs_costs_rows_and_no_time(tmp_path: Path, clock: Clock, 
 def test_a_step_that_does_not_fit_is_recorded_in_part(
     recorder: Recorder, clock: Clock, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """Steps of 8 s allow 0.4 s: of four micro-batches that take 0.2 s each two, and of those of the first step, 1 s,
-    all."""
+    """Steps of 8 s allow 0.4 s: of four micro-batches that take 0.2 s each, two are recorded; in the first step, 1 s,
+    all are.
+    """
     admitted = []
     for step in range(1, 5):
         for place in range(4):
@@ -205,7 +206,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
 
 
 def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warnings: pytest.LogCaptureFixture) -> None:
-    """Two ranks share the budget: this one has half of it, two files and a half."""
+    """Two ranks share the budget, so this rank has half of it, which is two and a half files."""
     probe = made(tmp_path / "probe", clock)
     micro_batch(probe, count=4)
     (name,) = settled(probe)

@@ -25,7 +25,7 @@ def recorded(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
-    """Step 1 of two ranks and three updates, of which the last is under another correction; step 2 is of one update."""
+    """Step 1 has two ranks and three updates, the last with another correction; step 2 has one update."""
     for update, spec in enumerate((NONE, NONE, OTHER)):
         for rank in range(2):
             rows = drawn_rows([update + 1], rank=rank, seed=10 * update + rank)

@@ -1,4 +1,4 @@
-"""The trainer's half: the card, the proof, and what it tells the workers of each update."""
+"""The trainer's half: the card, the proof, and what it tells the workers about each update."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_the_card_says_what_was_run(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
-    """By a trainer or by a worker that comes first, whatever the umask; a directory that was there keeps its mode."""
+    """Whether a trainer or a worker creates the directory, and whatever the umask; an existing directory keeps its
+    mode.
+    """
     before = os.umask(0)
     try:
         run(tmp_path).write_proof(1, "LIVE", {})
@@ -95,7 +97,7 @@ def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path) -> None:
-    """3 mini-batches in 2 epochs are 6 gradient steps an update, also where the last mini-batch is smaller."""
+    """3 mini-batches in 2 epochs are 6 gradient steps per update, also if the last mini-batch is smaller."""
     of = run(tmp_path, epochs=2)
     assert announce(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=0, updates=2, gradient_steps=0)
     assert announce(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
@@ -104,7 +106,7 @@ def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path)
 
 
 def test_a_resumed_run_forgets_what_is_made_again(tmp_path: Path) -> None:
-    """Steps 1 to 5 were recorded by two ranks, the checkpoint is of step 3: 4 and 5 are made again, by one rank."""
+    """Two ranks recorded steps 1 to 5, and the checkpoint is of step 3, so one rank repeats steps 4 and 5."""
     run(tmp_path)
     record(tmp_path / "rec", *(drawn_rows([1], step=step, rank=rank) for step in range(1, 6) for rank in range(2)))
     (tmp_path / "ckpt").mkdir()
@@ -117,7 +119,7 @@ def test_a_resumed_run_forgets_what_is_made_again(tmp_path: Path) -> None:
 
 
 def pauses(of: RunRecord, then: Callable[[int], None] = lambda number: None) -> int:
-    """How often the end waits, four times at most; ``then`` is what happens in each pause, by its number."""
+    """Number of waits at the end, four at most; ``then`` is what happens in each pause, by its number."""
     made: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -130,7 +132,7 @@ def pauses(of: RunRecord, then: Callable[[int], None] = lambda number: None) -> 
 
 
 def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
-    """A rank writes in the first pause, the other in the third."""
+    """One rank writes in the first pause, the other in the third."""
     of = run(tmp_path)
     announce(of, step=1)
     assert pauses(of) == 4
@@ -146,7 +148,7 @@ def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
 def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """A directory under a file's name: unlink raises, whoever runs it."""
+    """A directory has a file's name, so unlink raises for every user."""
     of = run(tmp_path)
     (tmp_path / "rec" / "step_00000004.rank_00000.parquet").mkdir()
     assert announce(of, step=4) is None

@@ -1,4 +1,4 @@
-"""What a run's card says, whose directory it is, and what the recorder reports with each micro-batch."""
+"""The content of a run's card, the owner of its directory, and the recorder's report for each micro-batch."""
 
 from __future__ import annotations
 

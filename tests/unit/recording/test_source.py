@@ -1,4 +1,4 @@
-"""What of verl's micro-batch is recorded, in the layouts of its trainers, and by which rank."""
+"""The recorded part of verl's micro-batch in the layouts of its trainers, and the rank that records it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_prompts_are_chosen_by_their_uid_alone() -> None:
 def test_what_fails_in_the_training_thread_stops_the_recording_alone(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """Two updates of 3 rows: the first fails, the second is not tried; all 6 rows are counted as left out."""
+    """Two updates of 3 rows: the first fails and the second is not tried, so all 6 rows are counted as left out."""
 
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of pinned memory")

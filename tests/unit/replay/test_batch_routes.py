@@ -33,7 +33,7 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch(versions: tuple[int, ...] = (6, 6, 6), counts: tuple[int, ...] = (2, 1, 3)) -> TensorDict:
-    """Routes of all tokens but each row's last; the response is the last token of each row."""
+    """Routes of all tokens except each row's last token; the response is the last token of each row."""
     rows = [draw_routes(tokens=length, seed=length) for length in LENGTHS]
     for row in rows:
         row[-1] = 0
@@ -76,7 +76,7 @@ def test_routes_are_laid_out_as_the_tokens_are(name: str) -> None:
 
 
 def test_rows_that_are_too_old_are_withheld() -> None:
-    """In step 7 version 6 is 0 versions old, version 4 two."""
+    """In step 7, version 6 is 0 versions old, and version 4 is two versions old."""
     data = batch(versions=(6, 4, 5))
     where = layout(data, PACKED)
     found = read_routes(data, where, "R3", STEP, 1)
@@ -87,7 +87,7 @@ def test_rows_that_are_too_old_are_withheld() -> None:
 
 
 def test_a_row_is_as_old_as_its_oldest_token() -> None:
-    """Where chunks are noted: the first attempt of the second row, under version 4, sampled nothing."""
+    """Chunks are recorded: the second row's first attempt, with version 4, sampled nothing."""
     data = batch(versions=(6, 4, 4))
     noted = ([[(6, 1)]], [[(6, 1)]], [[(5, 2)], [(6, 1)]])
     fields = [{**row, CHUNKS: chunks} for row, chunks in zip(read_extra_fields(data), noted, strict=True)]

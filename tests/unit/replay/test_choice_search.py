@@ -1,4 +1,4 @@
-"""Which modules choose experts, in models of transformers and in small ones that choose in another way."""
+"""Find the modules that choose experts, in models of transformers and in small models that choose in other ways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.mixtures import build_mixture
 
 
 class Gate(nn.Module):
-    """Chooses so many times."""
+    """A gate that chooses a given number of times."""
 
     def __init__(self, choices: int = 1) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Gate(nn.Module):
 
 
 class MaskedGate(nn.Module):
-    """Chooses within the first half of its experts, and weighs by the scores before or after this mask."""
+    """A gate that chooses among the first half of its experts, and weights by the scores before or after this mask."""
 
     def __init__(self, mask: float, weighs_by_masked: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MaskedGate(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A model of gates under a name, which also balances their load where it is asked to."""
+    """A model of gates under a name, which also balances their load if asked."""
 
     def __init__(self, *gates: nn.Module, name: str = "layers", balanced: bool = False, **config: Any) -> None:
         super().__init__()

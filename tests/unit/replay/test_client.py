@@ -1,4 +1,4 @@
-"""The client that notes routes, behind verl's own clients."""
+"""The client that records routes, wrapped around verl's own clients."""
 
 from __future__ import annotations
 

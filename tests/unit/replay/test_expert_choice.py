@@ -1,4 +1,4 @@
-"""One router's choice, and the routes that it takes: four experts, two of them chosen."""
+"""One router's choice, and the routes that it accepts: four experts, of which two are chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is read of Megatron's routers, and the verdict; tests/integration/test_megatron_routes.py has a real engine."""
+"""What is read from Megatron's routers, and the verdict; tests/integration/test_megatron_routes.py uses a
+real engine.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_places_are_compared_where_a_rank_has_all_tokens(changes: dict[str, Any]
 
 @pytest.mark.parametrize(("layers", "places"), [(4, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
 def test_routes_are_those_of_the_layers_number(layers: int, places: list[int]) -> None:
-    """Layers 1 and 3 have experts: R2 records these alone, R3 has all layers."""
+    """Layers 1 and 3 have experts: R2 records only these, R3 has all layers."""
     pytest.importorskip("megatron.core")
     from recipe.offpolicy.replay.megatron_engine import WatchedEngine
 

@@ -1,4 +1,6 @@
-"""Foreign routes against experts and weights computed by hand, and the gate's gradient against finite differences."""
+"""Foreign routes, compared with experts and weights computed by hand; the gate's gradient, compared with finite
+differences.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def weigh_softmax_after(block: Block, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def weigh_sigmoid(block: Block, hidden: Tensor, ids: Tensor) -> Tensor:
-    """The bias and the groups decide on the choice alone."""
+    """Bias and groups affect only the choice."""
     chosen = (1 / (1 + (-hidden @ block.gate.weight.T).exp())).gather(-1, ids)
     return chosen / chosen.sum(-1, keepdim=True) * block.routed_scaling_factor
 

@@ -1,4 +1,4 @@
-"""Where verl's key of routing replay is live on FSDP, and what is wrong with ours."""
+"""The configurations in which verl's key of routing replay acts with FSDP, and the errors of our key."""
 
 from __future__ import annotations
 

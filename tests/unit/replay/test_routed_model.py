@@ -1,4 +1,4 @@
-"""Replay in whole models of the three kinds of gate, against the same models without it."""
+"""Replay in whole models with the three kinds of gate, compared with the same models without replay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OTHERS = [pytest.param(family, marks=pytest.mark.extended) for family in FAMILIE
 
 @pytest.fixture(params=[*KINDS, *OTHERS])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, RoutedModel]:
-    """A model and its replay, off."""
+    """A model and its replay, which is off."""
     model, routed = built(request.param)
     routed.disarm()
     set_checkpointing(model, False)
@@ -127,7 +127,7 @@ def test_what_enters_the_experts_is_counted_there(family: str, checkpointing: bo
 
 
 def test_other_ids_than_those_shipped_are_counted_where_they_enter() -> None:
-    """Somebody between the router and its experts changes the ids of three tokens in one layer."""
+    """Code between the router and its experts changes the ids of three tokens in one layer."""
     model = build_mixture("Qwen3Moe")
     routed = install_replay(model)
     routes = draw_routes()

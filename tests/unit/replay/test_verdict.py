@@ -1,4 +1,4 @@
-"""Verdicts on reports of updates, in numbers that are worked by hand."""
+"""Verdicts on reports of updates, with hand-worked numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exported recipe: small, as verl's collection wants it, and equal to the package's own numbers."""
+"""The exported recipe: small, in the form that verl's collection requires, and equal to the package's own numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def export(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder that holds the exported recipe, on the path of this process."""
+    """The folder that contains the exported recipe, on this process's path."""
     folder = tmp_path_factory.mktemp("recipes")
     done = export(folder)
     assert done.returncode == 0, done.stdout + done.stderr

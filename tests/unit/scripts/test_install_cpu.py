@@ -1,4 +1,4 @@
-"""scripts/install_cpu.sh: an environment of another checkout is refused, and left as it is."""
+"""scripts/install_cpu.sh rejects an environment of another checkout, and leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_checkout(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, checkout: Path | None) -> Path:
-    """An environment whose Python is too old to go on with, with the editable installation of a checkout."""
+    """Create an environment whose Python is too old, with the editable installation of a checkout."""
     info = folder / "lib" / "python3.11" / "site-packages" / "verl_offpolicy-0.1.0.dist-info"
     info.mkdir(parents=True)
     (folder / "bin").mkdir()

@@ -10,7 +10,7 @@ from tests.support.paths import ROOT
 
 
 def read_hosts(folder: Path, *arguments: str) -> list[str]:
-    """The values of --host in the server's arguments; the last one holds."""
+    """Return the values of --host in the server's arguments; the last one counts."""
     python = folder / "bin" / "python"
     python.parent.mkdir(exist_ok=True)
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

@@ -1,4 +1,4 @@
-"""scripts/test.sh: which tests run in which environment, and what the caller sees at the end."""
+"""scripts/test.sh: which tests run in which environment, and what it prints at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], list[str]]:
-    """Exit status, what was called, and the lines printed."""
+    """Return the exit status, the calls, and the printed lines."""
     kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
     notes = tree / "notes"
     notes.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ DEFAULT = " and not extended"
 
 
 def calls(folders: list[str], suites: list[str], selection: str = "", arguments: str = "") -> list[str]:
-    """Programs in turn, and next to them everything else on two processes."""
+    """Return the calls of programs in turn, and those of everything else, which runs next to them in two processes."""
     pairs = list(zip(folders, suites, strict=True))
     return [
         *(

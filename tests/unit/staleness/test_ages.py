@@ -48,7 +48,7 @@ def test_rows_of_before_a_checkpoint_have_the_limit_of_then() -> None:
 
 
 def test_a_row_has_the_limit_of_the_step_in_which_its_prompt_was_issued() -> None:
-    """eta is 2 until step 4, 1.5 from step 5 on and 0 from step 7 on."""
+    """eta is 2 until step 4, 1.5 from step 5 on, and 0 from step 7 on."""
     limit = AgeLimit(Fraction(2))
     limit.change(5, Fraction("1.5"))
     limit.change(7, Fraction(0))
@@ -57,7 +57,9 @@ def test_a_row_has_the_limit_of_the_step_in_which_its_prompt_was_issued() -> Non
     row = RowTag("u_0_0", version=6, newest=6, issued=7, length=3, is_padding=False)
     older = RowTag("v_0_0", version=5, newest=5, issued=6, length=3, is_padding=False)
     assert find_too_old([row, older], 7, limit) == []
-    with pytest.raises(StalenessError, match=r"sequence u_0_0 .*eta=0, which applied .* step 7, allows at most 0\. 1 of 2"):
+    with pytest.raises(
+        StalenessError, match=r"sequence u_0_0 .*eta=0, which applied .* step 7, allows at most 0\. 1 of 2"
+    ):
         check_ages([row, older], 8, limit)
     again = AgeLimit(Fraction(1))
     again.restore(8, "0", limit.state())
@@ -75,7 +77,7 @@ def test_tags_are_read_and_one_without_a_version_is_refused() -> None:
 
 
 def test_a_mini_batch_keeps_a_token() -> None:
-    """Mini-batch 0 is all too old, of mini-batch 1 one row is, and what is left of mini-batch 2 is padding."""
+    """All of mini-batch 0 and one row of mini-batch 1 are too old, and the rest of mini-batch 2 is padding."""
     mini_batch = [0, 0, 1, 1, 2, 2]
     assert split_too_old([0, 1, 2, 4], rows(*[1] * 6, padding=1), mini_batch) == ({2}, {0, 1, 4})
 
@@ -127,16 +129,16 @@ schedules = st.tuples(
     st.integers(1, 12),
     st.integers(0, 2**32 - 1),
 )
-"""eta as written, prompts of an update, updates in a step, steps, and a seed of what happens meanwhile."""
+"""eta as written, prompts per update, updates per step, steps, and a seed for random events."""
 
 
 @settings(max_examples=at_most(1000))
 @given(schedules)
 def test_the_limit_holds_and_no_schedule_ends_without_prompts(schedule: tuple[str, int, int, int, int]) -> None:
-    """Groups fail, are evicted and replaced, checkpoints are resumed with and without what waited: after every issue
-    the limit holds, and an update always finds a mini-batch of prompts.
+    """Groups fail, are evicted and replaced, and checkpoints are resumed with and without waiting prompts: after every
+    issue, the limit holds, and an update always finds a mini-batch of prompts.
 
-    Prompts are trained in the order of issue, so that the oldest is as old as the limit says and no older.
+    Prompts are trained in the order of their issue, so the oldest is exactly as old as the limit allows.
     """
     eta, prompts, updates, steps, seed = schedule
     batch, chance = prompts * updates, random.Random(seed)

@@ -1,4 +1,4 @@
-"""The client that notes versions by token, behind verl's own resume loop and tool agent."""
+"""The client that records versions per token, wrapped around verl's own resume loop and tool agent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_attempt_notes_its_version_and_one_without_tokens_none(monkeypatch:
 
 
 def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each change keeps the oldest and the newest version of the row, and the tokens of each of its turns."""
+    """Each change keeps the row's oldest and newest version, and the number of tokens in each of its turns."""
     attempts = [(2, 3, "aborted"), (2, 4, "completed"), (1, 4, "aborted"), (4, 6, "completed")]
     client = versioned(monkeypatch, *attempts)
 
@@ -72,7 +72,7 @@ def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(monkeypatch: pyte
 
 
 def test_tokens_that_nobody_noted_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three attempts goes past ``Attempts``."""
+    """The second of three attempts bypasses ``Attempts``."""
     noted, calls = ours.Attempts.generate, iter([True, False, True])
 
     async def drop(self: Any, *args: Any, **kwargs: Any) -> Any:

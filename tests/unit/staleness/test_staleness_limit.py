@@ -1,4 +1,4 @@
-"""Prompts issued under a limit of staleness, a limit that adapts and is resumed, and the rows of each update."""
+"""Prompts issued with a staleness limit, a limit that adapts and is resumed, and the rows of each update."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tenth(number: int, times: int) -> int:
 
 
 def rarely(number: int, times: int = 0) -> int:
-    """One prompt of twenty takes 6 steps: few enough that the others do not wait for room."""
+    """One prompt of twenty takes 6 steps; these are so few that the others do not wait for room."""
     return 6 if number % 20 == 3 else 0
 
 
@@ -58,7 +58,7 @@ def test_waiting_reaches_eta(eta: float, delay: Callable[[int, int], int], monke
 
 
 def test_late_prompts_are_overtaken_until_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts 14 and 15 of step 2 may be trained until step 5: its first two prompts are still others."""
+    """Prompts 14 and 15 of step 2 may be trained until step 5, whose first two prompts are still others."""
     run = Run(monkeypatch, eta=2.5, delay=lambda number, times: 100 if number in (14, 15) else 0)
     run.train(5)
     last = [uid for step, uid, _ in run.trained if step == 5]
@@ -73,7 +73,7 @@ def test_late_prompts_are_overtaken_until_their_limit(monkeypatch: pytest.Monkey
     st.integers(0, 2**32 - 1),
 )
 def test_every_schedule_ends_within_the_limit_at_its_issue(eta: float, too_old: str, stride: str, seed: int) -> None:
-    """Prompts take 0 to 8 steps, some of those that are being sampled fail, and eta moves by ``stride``."""
+    """Prompts take 0 to 8 steps, some fail while they are sampled, and eta moves by ``stride``."""
     chance, steps = random.Random(seed), 8
     delays = [chance.choice([0, 0, 0, 1, 2, 8]) for _ in range(10)]
     too_old = too_old if eta else "wait"
@@ -102,7 +102,7 @@ def test_every_schedule_ends_within_the_limit_at_its_issue(eta: float, too_old: 
 
 
 def test_lost_prompts_are_replaced_and_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without that the trainer would wait for ever for prompts that no one samples."""
+    """Otherwise, the trainer would wait forever for prompts that no server samples."""
     run = Run(monkeypatch, eta=0)
     run.train(1)
     run.limit.rate_limit.account += 4
@@ -113,7 +113,7 @@ def test_lost_prompts_are_replaced_and_told(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt 3 takes 4 steps each time, and others none: twice sampled again, then handed out too old."""
+    """Prompt 3 takes 4 steps each time, and others take none: it is sampled twice more, and then handed out too old."""
     run = Run(monkeypatch, eta=1, too_old="refresh", delay=lambda number, times: 4 if number == 3 else 0)
     run.train(20)
     (found,) = [(uid, age) for _, uid, age in run.trained if uid.startswith("u3") and uid.partition(".")[0] == "u3"]
@@ -147,7 +147,7 @@ def test_only_the_wait_for_training_is_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def adapted(monkeypatch: pytest.MonkeyPatch, ess: float, waited: float, **keys: Any) -> Run:
-    """A run that moves eta, whose trainer waits so long of each step's 10 seconds and reports this sample size."""
+    """A run that adapts eta; its trainer waits this long in each step of 10 seconds, and reports this sample size."""
     run = Run(monkeypatch, adapt=read_shipped_defaults("staleness")["adapt"] | {"ess": 0.9, "every": 2} | keys, eta=0)
 
     def step(metrics: dict[str, float], timing: Any) -> None:
@@ -163,7 +163,7 @@ def adapted(monkeypatch: pytest.MonkeyPatch, ess: float, waited: float, **keys: 
 
 
 def take(run: Run, steps: int) -> list[float]:
-    """The eta of each step, as the logger gets it."""
+    """Return the logged eta of each step."""
     etas = []
     for _ in range(steps):
         metrics: dict[str, float] = {}
@@ -217,7 +217,7 @@ def test_other_keys_restart_eta(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
 
 def test_a_resumed_run_counts_what_came_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """After step 3 of eta 2, 8 prompts wait; the step after it has room for 4, as without the break."""
+    """After step 3 with eta 2, 8 prompts wait; the next step has room for 4, as without the interruption."""
     before = Run(monkeypatch, eta=2)
     before.train(3)
     saved = before.limit.rate_limit_state
@@ -254,7 +254,7 @@ def nested(rows: list[Tensor]) -> Tensor:
 
 
 class Update:
-    """One update, in step 5, of four rows of 2 tokens that ``versions`` sampled, two rows in each mini-batch."""
+    """One update, in step 5, of four rows of 2 tokens that ``versions`` sampled, with two rows per mini-batch."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, versions: list[int], seen: float | None, **staleness: Any
@@ -310,7 +310,7 @@ class Update:
 
 def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 5 makes two updates: 8 tokens of mean age 1 in the first, and 8 of mean age 0.5 in the second. With two
-    updates in a version that is (8 * 2 + 8 * (1 + 1)) / 16 updates.
+    updates per version, this is (8 * 2 + 8 * (1 + 1)) / 16 updates.
     """
     update = Update(monkeypatch, [4, 3, 4, 3], seen=1.0, eta=1)
     update.batch.tags[1]["max_global_steps"] = 4
@@ -338,7 +338,7 @@ def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(mon
 
 
 def test_a_row_past_the_limit_stops_the_run_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a buffer or a server takes no notice of eta."""
+    """This happens if a buffer or a server ignores eta."""
     update = Update(monkeypatch, [4, 2, 4, 1], seen=3.0, eta=1)
     message = r"sequence u3_0_0 was sampled .* in step 5, by version 4, at age 3, .*eta=1, .* allows at most 1\. 2 of 4"
     with pytest.raises(StalenessError, match=message):
@@ -347,7 +347,7 @@ def test_a_row_past_the_limit_stops_the_run_with_its_versions(monkeypatch: pytes
 
 
 def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens leave the count of the loss, its mu the checksums; verl's metrics see all rows again."""
+    """Its tokens are removed from the loss's count, and its mu from the checksums; verl's metrics include all rows."""
     update = Update(monkeypatch, [4, 2, 4, 4], seen=0.0, eta=1, too_old="mask")
     update.run()
     without = [[1, 1], [0, 0], [1, 1], [1, 1]]
@@ -384,7 +384,7 @@ def test_a_server_that_tells_the_version_after_its_own_stops_the_run(monkeypatch
 def test_a_lie_about_rows_that_finish_during_an_update_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the next step the version would exist, and the row be one version younger than it is."""
+    """In the next step, the version would exist, and the row would seem one version younger than it is."""
     run = Run(monkeypatch, eta=1)
     row = {"status": "success", "global_steps": 1, "min_global_steps": 0, "max_global_steps": 1, "response_len": 5}
     put = run.queue.tags.update
@@ -396,7 +396,7 @@ def test_a_lie_about_rows_that_finish_during_an_update_is_found(
 
 
 def of_four_rows(monkeypatch: pytest.MonkeyPatch, last: dict[str, Any], **tag: Any) -> Update:
-    """An update of rows of version 4 and 2 tokens, the last of which notes this and has these tags."""
+    """An update of rows of version 4 and 2 tokens; the last row has this note and these tags."""
     update = Update(monkeypatch, [4, 4, 4, 4], seen=0.0, eta=2)
     update.store["extra_fields"] = [{CHUNKS: [[(4, 2)]]}] * 3 + [last]
     update.batch.tags[3] |= tag
@@ -405,8 +405,8 @@ def of_four_rows(monkeypatch: pytest.MonkeyPatch, last: dict[str, Any], **tag: A
 
 @pytest.mark.parametrize("noted", [{CHUNKS: [[(3, 1), (4, 1)]]}, {}])
 def test_a_server_that_tells_an_older_version_stops(noted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last prompt was issued in step 5, under version 4. With chunks it is they that count: an attempt that was
-    aborted before its first token may have met a server that had not loaded the weights yet.
+    """The last prompt was issued in step 5, with version 4. If there are chunks, they count, because an attempt that
+    was aborted before its first token may have used a server that had not yet loaded the weights.
     """
     update = of_four_rows(monkeypatch, noted, global_steps=5, min_global_steps=3)
     message = r"sequence u3_0_0 of step 5 reports that version 3 .* issued in step 5, under version 4 .*eta=2"

@@ -83,7 +83,7 @@ def observe(made: EtaController, *seen: tuple[float, float]) -> list[float]:
 
 
 def test_eta_rises_where_the_trainer_waits_and_the_sample_size_allows_it() -> None:
-    """After a rise to n, rows as old as n come n steps later."""
+    """After a rise to n, rows of age n arrive n steps later."""
     assert observe(build(), (0.95, 0.5), (0.95, 0.5), (0.95, 0.5)) == [1, 1, 2]
     assert observe(build(), (0.95, 0.05), (0.89, 0.5), (math.nan, 0.5)) == [0, 0, 0]
     assert observe(build(ceiling=0.5), (0.95, 0.5), (0.95, 0.5), (0.95, 0.5)) == [0.5, 0.5, 0.5]
@@ -97,7 +97,7 @@ def test_eta_falls_after_as_many_judgements_as_patience_says_in_succession() -> 
 
 
 def test_eta_stays_where_it_fell_to_until_the_sample_size_has_improved_by_what_it_lacked() -> None:
-    """At 1 the sample size lacks 0.02; back at 0 it is 0.95, and 0.97 is demanded."""
+    """At eta 1, the sample size is 0.02 too small; back at eta 0, it is 0.95, but 0.97 is required."""
     made = build(1)
     assert observe(made, (0.88, 0.5), (0.88, 0.5)) == [1, 0]
     assert observe(made, (0.88, 0.5), (0.95, 0.5), (0.96, 0.5), (0.971, 0.5)) == [0, 0, 0, 1]

@@ -1,4 +1,4 @@
-"""Prompts that wait, and counts and lengths of a run, by hand."""
+"""Waiting prompts, and counts and lengths of a run, by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_step_trains_four_prompts_and_ages_of_two_are_allowed(issued: list[int
 
 
 def test_prompts_are_handed_out_in_the_order_of_their_issue() -> None:
-    """The first may wait until step 5, and takes the place of one of four that may not."""
+    """The first prompt may wait until step 5; it replaces one of four that may not."""
     assert not keeps_deadlines([5, 3, 3, 3, 3], step=2, batch=4, left=0)
     assert keeps_deadlines([5, 3, 3, 3, 3], step=2, batch=4, left=1)
 

@@ -1,4 +1,4 @@
-"""Snapshots of weights: by how many updates the engine is late, and keys that are refused."""
+"""Snapshots of weights: by how many updates the engine is late, and keys that are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("verl.trainer.ppo.v1")
 
 
 class Workers:
-    """A policy of one number, log pi of every token, which training moves by -0.25 a step."""
+    """A policy with one number, log pi of every token, which training moves by -0.25 per step."""
 
     def __init__(self) -> None:
         self.log_pi, self.saved = -1.0, {}
@@ -37,7 +37,7 @@ class Workers:
 
 
 class View:
-    """Three rows, the last of which has a tool's token in it, sampled by ``log_mu``."""
+    """Three rows that ``log_mu`` sampled; the last row contains a tool's token."""
 
     def __init__(self, workers: Workers, log_mu: float) -> None:
         self.token_ids = [([1], [2, 3]), ([1], [4]), ([1], [5, 6])]
@@ -83,7 +83,7 @@ def test_the_lag_grows_to_what_it_is_and_is_told_each_time_it_grows(caplog: pyte
 
 
 def test_a_lag_beyond_the_snapshots_is_not_told() -> None:
-    """With two snapshots and a lag of five the nearest is the oldest kept, 0.75 nats off of 1.25."""
+    """With two snapshots and a lag of five, the nearest snapshot is the oldest, 0.75 of 1.25 nats away."""
     assert str(lags(5, 2)[-1]) == "nan"
 
 
@@ -118,7 +118,7 @@ def test_the_actors_worker_is_the_one_that_keeps_weights(monkeypatch: pytest.Mon
 
 @pytest.fixture(autouse=True)
 def release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks are asked of 0.9.1, whichever is installed."""
+    """The checks are made for 0.9.1, whichever release is installed."""
     monkeypatch.setattr(weight_snapshots, "live_path", lambda config: live_path(config, "0.9.1"))
 
 

@@ -1,4 +1,4 @@
-"""The client that notes supports, behind verl's own clients."""
+"""The client that records supports, wrapped around verl's own clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("verl.workers.rollout.llm_server")
 
 
 def answer(*tokens: int, reason: str = "completed") -> dict[str, Any]:
-    """Each token with a support of itself alone."""
+    """Each token's support contains only the token itself."""
     from recipe.offpolicy.support.support_replay import ANSWER
 
     found = TokenSupports(np.ones(len(tokens), np.uint8), np.array(tokens, np.uint8), np.ones(len(tokens), np.float32))
@@ -41,7 +41,7 @@ def test_a_resumed_request_keeps_the_supports_of_its_attempts(kind: str, monkeyp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_turns_of_rows_that_share_ids_are_noted_by_the_task(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows with one id, whose turns alternate: 5 and 8 are the first row's, 6 and 9 the second's."""
+    """Two rows with one id, whose turns alternate: 5 and 8 belong to the first row, 6 and 9 to the second."""
     from recipe.offpolicy.support.support_replay import note_supports
 
     pause = asyncio.sleep

@@ -1,4 +1,4 @@
-"""verl's vLLM server asks for supports and returns them, and starts as the registry's."""
+"""verl's vLLM server requests supports and returns them, and starts like the registry's server."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_larger_support_is_not_known_and_its_mass_says_so() -> None:
 
 
 def test_the_likeliest_ids_are_read_with_their_log_probs_whether_or_not_they_are_the_support() -> None:
-    """The sampled token counts where it is among them: 9 is, and 7 is not."""
+    """The sampled token counts only if it is among them: 9 is, and 7 is not."""
     ids, log_probs = [9, 3, 9, 7, 9, 3], np.log([0.2, 0.5, 0.2, 0.1, 0.6, 0.2]).tolist()
     found = read_supports(ids, log_probs, 2, likeliest=True)
     assert found.pad().tolist() == [[3, 9], [9, 3]]

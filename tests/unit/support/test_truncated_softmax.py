@@ -1,4 +1,4 @@
-"""Log-probs renormalised over a support: by hand, by enumeration, and where gradients go."""
+"""Log-probs renormalised over a support: by hand, by enumeration, and with their gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_over_the_whole_vocabulary_it_is_the_log_softmax() -> None:
 def test_the_corrected_gradient_is_that_of_the_truncated_policy() -> None:
     """By enumeration: E_mu[pi/mu A grad log pi] over supports is the gradient of the truncated policy's E[A].
 
-    mu and pi are of other logits and truncate to one support, the engine's. Renormalised over it they are one family:
-    the expectation is exact, and with log-softmax over the vocabulary it is not.
+    mu and pi have different logits and truncate to the same support, the engine's. Renormalised over it, they have the
+    same support, and the expectation is exact; with log-softmax over the vocabulary, it is not.
     """
     generator = torch.Generator().manual_seed(2)
     support, advantages = [0, 2, 3], torch.randn(6, generator=generator, dtype=F64)

@@ -1,4 +1,4 @@
-"""Which add-ons a configuration has, and in which order."""
+"""The add-ons of a configuration, and their order."""
 
 from __future__ import annotations
 

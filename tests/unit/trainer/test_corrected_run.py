@@ -1,4 +1,4 @@
-"""What each corrected trainer does around verl's own, on verl's own checkpoint manager where there is one."""
+"""What each corrected trainer adds to verl's own, with verl's own checkpoint manager if there is one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 
 class Trainer:
-    """What verl's trainers do with checkpoints, its own manager of them included."""
+    """Do what verl's trainers do with checkpoints, including their checkpoint manager."""
 
     def __init__(self, config: DictConfig, ends_before_tracker: int = -1) -> None:
         from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
@@ -74,7 +74,7 @@ class Trainer:
 
 
 def correct(trainer: Any) -> Any:
-    """Put a corrected run on one of the trainers."""
+    """Attach a corrected run to one of the trainers."""
     from recipe.offpolicy.trainer.corrected_run import CorrectedRun
 
     made: Any = CorrectedRun(trainer)
@@ -108,7 +108,7 @@ def test_another_correction_stops_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def recorded_run(ends: BaseException | None) -> Any:
-    """A run whose recording fails as it is finished."""
+    """A run whose recording fails when it is finished."""
     from recipe.offpolicy.trainer.corrected_run import CorrectedRun
 
     class Verls:

@@ -1,4 +1,4 @@
-"""Both trainers stop before the estimator where it would sum rewards by token."""
+"""Both trainers stop before an estimator that would sum per-token rewards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trainer(version: str, estimator: str) -> Any:
 def advantage(
     version: str, monkeypatch: pytest.MonkeyPatch, estimator: str = "rloo", rewards: Tensor | None = None
 ) -> int:
-    """The times that verl's estimator ran on the batch."""
+    """Return how often verl's estimator ran on the batch."""
     made = trainer(version, estimator)
     made.config.algorithm.use_kl_in_reward = rewards is not None
     Verls.estimated, with_kl = 0, SCORES if rewards is None else rewards
@@ -87,7 +87,7 @@ def test_a_reward_that_is_not_finite_stops_every_run(version: str, monkeypatch: 
 def test_a_kl_in_the_reward_that_is_not_finite_names_the_sequence(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its score is finite, but log-probs of the reference are not."""
+    """Its score is finite, but the reference's log-probs are not."""
     rewards = torch.tensor([[0.5, 0.0, 1.0], [0.0, torch.nan, 0.0]])
     with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. The score is finite.*reference"):
         advantage(version, monkeypatch, "reinforce_plus_plus", rewards)

@@ -1,4 +1,4 @@
-"""A corrected run has hooks on verl's trainers, a logger that is heard, and workers that no one else updates."""
+"""A corrected run hooks verl's trainers, has a logger that is shown, and workers that only it updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_process_without_the_hooks_cannot_resolve_the_configuration(imports: s
 
 def test_what_only_samples_is_no_trainer() -> None:
     class FullyAsyncRollouter:
-        """verl's, by name: Ray's actors carry their class by value."""
+        """verl's class of this name; Ray's actors carry their class by value."""
 
     class Derived(FullyAsyncRollouter):
         """A fork's."""

@@ -1,4 +1,4 @@
-"""Rows of an extension's making, laid out as verl's workers read them."""
+"""Rows that an extension creates, in the layout that verl's workers read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_padded_columns_by_hand() -> None:
 
 
 def test_rows_with_images_are_not_scored_by_their_tokens_alone() -> None:
-    """Neither by those of the first row: of one size, another row's would go unnoticed."""
+    """The pixels of the first row are not used either; another row's pixels of the same size would go unnoticed."""
     demand_text([{}, None, {}])
     with pytest.raises(MediaError, match=r"sequence 1 has image_grid_thw, pixel_values, .*snapshots=null"):
         demand_text([{}, {"pixel_values": 0, "image_grid_thw": 0}])

@@ -1,4 +1,4 @@
-"""Extensions next to rows that leave the update: exactly the others have to reach the loss, by verl's own trainer."""
+"""Extensions with rows that leave the update: exactly the other rows must reach the loss, with verl's own trainer."""
 
 from __future__ import annotations
 

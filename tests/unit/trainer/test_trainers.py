@@ -1,4 +1,4 @@
-"""What the V0 and V1 trainers read of a batch, and when V1 makes the forward pass for pi_old."""
+"""What the V0 and V1 trainers read from a batch, and when V1 runs the forward pass for pi_old."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
 
 @pytest.mark.parametrize("as_tensordict", [False, True])
 def test_a_row_has_the_version_that_its_server_said(as_tensordict: bool) -> None:
-    """verl 0.8.0 leaves the ends empty where nothing resumes a request; without a version it is the step before."""
+    """verl 0.8.0 leaves the ends empty if nothing resumes a request; without a version, it is that of the previous
+    step.
+    """
     import numpy as np
 
     from recipe.offpolicy.trainer.corrected_v0 import _versions

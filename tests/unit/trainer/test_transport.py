@@ -1,4 +1,4 @@
-"""What corrections add to the batch that verl sends to its workers: counted, and nothing of a token each."""
+"""What corrections add to the batch that verl sends to its workers is counted, and contains no per-token column."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 class VerlsTrainer:
-    """Stands in for RayPPOTrainer: one forward pass for pi_old, and an update that reports nothing."""
+    """A stand-in for RayPPOTrainer: one forward pass for pi_old, and an update that reports nothing."""
 
     actor_rollout_wg: Any
 
@@ -130,7 +130,7 @@ def test_forward_passes_are_counted_where_verl_makes_them(proximal: str, forward
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(legacy: bool) -> None:
-    """pi_old is mu in every step, and verl is not left to log that mu equals itself."""
+    """pi_old is mu in every step, and verl does not log that mu equals itself."""
     made = trainer({"proximal": "same_engine"}, legacy=legacy, apart=1e-8)
     for forwards in (1.0, 0.0, 0.0):
         rows = batch()

@@ -17,14 +17,14 @@ ROWS = re.findall(r"^\| `((?:rollout|bypass)_[^`]*=[^`]*)` \| `([^`]*)` \|$", PA
 
 
 def parse(keys: str) -> dict[str, object]:
-    """verl's keys, a pair of bounds or names as text."""
+    """Parse verl's keys; a pair of bounds or names is text."""
     pairs = (each.split("=") for each in keys.split())
     return {key: value if "_" in value else yaml.safe_load(value) for key, value in pairs}
 
 
 @pytest.mark.parametrize(("keys", "overrides"), ROWS)
 def test_a_row_is_the_same_correction(keys: str, overrides: str) -> None:
-    """But for the names of masks, and for pi_old, which verl recomputes where ours may reuse the current policy."""
+    """Except for the names of masks, and for pi_old, which verl recomputes where ours may reuse the current policy."""
     wanted = CorrectionSpec.from_verl(parse(keys))
     words = [each.replace("+correction@", "") for each in shlex.split(overrides) if "loss_mode" not in each]
     with initialize_composer():

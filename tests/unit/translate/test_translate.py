@@ -1,4 +1,4 @@
-"""verl's helper, swapped for ours: equal where verl's figure is right, and right where it is not."""
+"""verl's helper and our replacement are equal where verl's figure is right, and ours is right where verl's is not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def name_of(config: dict[str, Any]) -> str:
 
 
 def batch(seed: int = 0, rows: int = 16, width: int = 40, scale: float = 0.3) -> Batch:
-    """pi_old, mu in float64 and the mask, with holes; every row has a token, padding is a large number."""
+    """pi_old, mu in float64 and the mask, with holes; every row has a token, and padding is a large number."""
     generator = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
     mu = old + scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_decisions_are_those_of_the_stages(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1e-6])
 def test_small_drifts_keep_their_digits(scale: float) -> None:
-    """Against sums of math.fsum over the very float32 log-probs."""
+    """The result is compared with sums by math.fsum over the same float32 log-probs."""
     old, mu, mask = batch(7, rows=8, width=64, scale=scale)
     old, mu = old.float(), mu.float()
     config: dict[str, Any] = {"rollout_is": "token", "rollout_rs": "token_k3", "rollout_rs_threshold": 1.0}
@@ -170,7 +170,7 @@ def test_small_drifts_keep_their_digits(scale: float) -> None:
 
 
 def test_effective_sample_size_is_a_share() -> None:
-    """Equal weights leave all of the sample, however small they are; no weight leaves nothing."""
+    """Equal weights leave the whole sample, however small they are; zero weights leave nothing."""
     mu, mask = torch.full((2, 3), -1.0), torch.ones(2, 3, dtype=torch.int64)
     tiny = verl_rollout_correction(mu - 19, mu, mask, rollout_is="token")
     assert metric(tiny, "rollout_is_eff_sample_size") == pytest.approx(1.0)
@@ -183,7 +183,7 @@ def test_effective_sample_size_is_a_share() -> None:
 
 
 def test_log_ratios_are_summed_before_they_are_clamped() -> None:
-    """+30 and -24 sum to 6 nats: outside [0.5, 2]. Clamped first they sum to 0."""
+    """+30 and -24 add up to 6 nats, outside [0.5, 2]. Clamped first, they would add up to 0."""
     old, mu, mask = torch.tensor([[-1.0, -25.0]]), torch.tensor([[-31.0, -1.0]]), torch.ones(1, 2)
     config: dict[str, Any] = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
     assert verl_rollout_correction(old, mu, mask, **config)[1].tolist() == [[0.0, 0.0]]
@@ -194,7 +194,7 @@ def test_log_ratios_are_summed_before_they_are_clamped() -> None:
 
 
 def test_weights_are_normalised_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights 1 and 2 here, mean 1.5; with the same number of tokens of mean 2.5 elsewhere the mean is 2."""
+    """Weights 1 and 2 here have the mean 1.5; with as many tokens of mean 2.5 elsewhere, the mean is 2."""
     old, mu = torch.tensor([[0.0, math.log(2.0)]]) - 3, torch.full((1, 2), -3.0)
     config: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 9.0, "rollout_is_batch_normalize": True}
     alone = weights_of(verl_rollout_correction(old, mu, torch.ones(1, 2), **config))

@@ -81,7 +81,7 @@ def test_from_each_framework(
     ],
 )
 def test_verls_own_correction_becomes_what_main_ppo_takes(given: dict[str, object], printed: str) -> None:
-    """verl's keys are set back, because the launch stops if both correct."""
+    """verl's keys are reset, because the launch stops if both correct."""
     expected = printed.replace("V.", "algorithm.rollout_correction.").split()
     for document in (given, {"algorithm": {"rollout_correction": given, "gamma": 1.0}}):
         assert translate(document, "verl", "hydra")[0].split() == expected

@@ -1,4 +1,4 @@
-"""The compiled sweep against torch operations and against sums worked out in plain Python, token by token."""
+"""The compiled sweep, compared with torch operations and with per-token sums in plain Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUANTITIES = [
 
 
 def drawn(rows: int, width: int, *, seed: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """pi_old, mu and an int64 mask with holes, empty rows, and what is not finite on and off the mask."""
+    """pi_old, mu and an int64 mask with holes, empty rows, and values that are not finite on and off the mask."""
     generator = torch.Generator().manual_seed(seed)
     mu = -2 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
     old = mu + scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
@@ -45,7 +45,7 @@ def drawn(rows: int, width: int, *, seed: int, scale: float, dtype: torch.dtype)
 
 
 def nested(tensors: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The first tokens of each row, packed."""
+    """Return the first tokens of each row, packed."""
     first, *others = (
         torch.nested.as_nested_tensor(
             [row[:length].clone() for row, length in zip(tensor, lengths, strict=True)], layout=torch.jagged
@@ -57,7 +57,7 @@ def nested(tensors: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, T
 
 
 def packed_batch(lengths: Sequence[int], *, seed: int, scale: float, holes: float) -> tuple[Tensor, Tensor, Tensor]:
-    """pi_old, mu in float32 and an int64 mask of rows with holes and with what is not finite."""
+    """pi_old, mu in float32 and an int64 mask of rows with holes and with values that are not finite."""
     old, mu, _ = drawn(len(lengths), max(lengths), seed=seed, scale=scale, dtype=torch.float32)
     mask = torch.rand(old.shape, generator=torch.Generator().manual_seed(seed)) >= holes
     return nested((old, mu, mask.long()), lengths)
@@ -122,7 +122,9 @@ def test_both_ways_agree(dtype: torch.dtype, mask_dtype: torch.dtype, packed: bo
 
 
 def exact_metrics(old: Tensor, mu: Tensor, mask: Tensor) -> dict[str, float]:
-    """Of token weights capped at 2, by sums of math.fsum over Python floats; rows without a token are left out."""
+    """Metrics of token weights capped at 2, by sums of math.fsum over Python floats; rows without a token are
+    left out.
+    """
     rows = [
         [(float(p), float(q)) for p, q, on in zip(o, m, k, strict=True) if on and math.isfinite(p) and math.isfinite(q)]
         for o, m, k in zip(old.tolist(), mu.tolist(), mask.tolist(), strict=True)
@@ -151,8 +153,9 @@ def exact_metrics(old: Tensor, mu: Tensor, mask: Tensor) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_of", [swept, plain])
 def test_long_rows_to_the_float64_reference(dtype: torch.dtype, batch_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 768 tokens a row with holes, what is not finite, and a row without a token: exact sums of the very log-probs
-    that were given, so that of bfloat16 nothing more is lost than its 8 bits took."""
+    """32 768 tokens per row with holes, values that are not finite, and a row without a token: exact sums of the given
+    log-probs, so bfloat16 loses no more than its 8 bits.
+    """
     monkeypatch.setattr(
         "recipe.offpolicy.translate.rollout_correction._batch", lambda rows, *tensors: batch_of(*tensors)
     )
@@ -187,7 +190,7 @@ def test_long_rows_to_the_float64_reference(dtype: torch.dtype, batch_of: Any, m
 def test_packed_rows_are_read_as_they_come(
     config: dict[str, Any], lengths: list[int], seed: int, mask_dtype: torch.dtype, batch_of: Any
 ) -> None:
-    """Nested in, nested out, nothing padded on the way, and what the same rows give padded."""
+    """Nested input gives nested output without padding, and equals the result for the padded rows."""
     packed = packed_batch(lengths, seed=seed, scale=0.3, holes=0.1)
     packed = packed[0], packed[1], packed[2].to(mask_dtype)
     padded = [torch.nested.to_padded_tensor(each, 0) for each in packed]

@@ -1,4 +1,4 @@
-"""tensordict without PyTorch's compiler: it works, and the compiler is there for whoever asks."""
+"""tensordict works without PyTorch's compiler, which is still available to code that uses it."""
 
 from __future__ import annotations
 

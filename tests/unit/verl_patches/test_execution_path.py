@@ -1,4 +1,4 @@
-"""Which path a configuration goes through, release by release, and what of it is refused."""
+"""The path of a configuration in each release, and the settings that are rejected on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_patches.execution_path import LivePath, count_prompts, describe_mode, 
 
 
 def configuration(release: str, **changes: Any) -> DictConfig:
-    """What a release's own configuration holds of the keys that decide; ``__`` stands for a dot."""
+    """The deciding keys of a release's own configuration; ``__`` stands for a dot."""
     trainer: dict[str, Any] = {
         "0.7.1": {"use_legacy_worker_impl": "auto"},
         "0.8.0": {},

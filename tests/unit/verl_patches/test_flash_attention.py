@@ -1,4 +1,4 @@
-"""The CUDA platform takes flash-attn with packed rows where it can be imported, and says what it took."""
+"""The CUDA platform uses flash-attn with packed rows if it can be imported, and reports its choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of patches that an environment asks for, and small readers of contracts."""
+"""Groups of patches that an environment requests, and small readers of contracts."""
 
 from __future__ import annotations
 

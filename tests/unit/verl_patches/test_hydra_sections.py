@@ -1,4 +1,4 @@
-"""Our sections come with an option of ours, in front of the user's own values, and never without."""
+"""Our sections come with an option of ours, before the user's own values, and never without an option."""
 
 from __future__ import annotations
 

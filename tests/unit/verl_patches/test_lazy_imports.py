@@ -1,4 +1,6 @@
-"""Lazy imports of a package: when each is made, and that the package's code sees what it would see without them."""
+"""Lazy imports of a package: when each import happens, and that the package's code sees what it would see
+without them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ lazy_imports.install("lazy")
 
 
 def run(folder: Path, part: str, code: str, **written: str) -> list[str]:
-    """What the code prints, line by line, next to a package ``lazy`` whose module ``part`` is given."""
+    """Return what the code prints, line by line, next to a package ``lazy`` whose module ``part`` is given."""
     for name, text in {**WRITTEN, **written, "lazy/part": part}.items():
         file = folder / f"{name}.py"
         file.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What travels to verl's legacy actors with a batch, and the update that they are in."""
+"""What is sent to verl's legacy actors with a batch, and the update to which it belongs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray's workers are given, from the environment of the driver, the user's configuration and the job."""
+"""What Ray's workers receive from the driver's environment, the user's configuration and the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", MODULES: "verl_patc
 
 
 def configuration(**ray_init: object) -> DictConfig:
-    """As Hydra hands it over: keys that are not there cannot simply be set."""
+    """As Hydra hands it over: missing keys cannot simply be set."""
     config = OmegaConf.create({"ray_kwargs": {"ray_init": {"num_cpus": None, **ray_init}}})
     OmegaConf.set_struct(config, True)
     return config
@@ -64,7 +64,7 @@ def test_a_users_value_that_contradicts_stops() -> None:
 
 
 def test_what_the_job_has_is_left_out() -> None:
-    """Ray refuses a variable that is set in both places, even to the same value."""
+    """Ray rejects a variable that is set in both places, even to the same value."""
     job = {**CPU, MODULES: "other,verl_patches.cpu", "PYTHONPATH": "/job"}
     assert merged({}, {**CPU, "PYTHONPATH": "/checkout", "OFFPOLICY_X": "1"}, job) == {"OFFPOLICY_X": "1"}
 

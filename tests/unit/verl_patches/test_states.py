@@ -1,4 +1,4 @@
-"""States of patches, the table of contracts, and how a trainer gets into verl's place; on stand-ins."""
+"""States of patches, the table of contracts, and how a trainer replaces verl's; with stand-ins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_platform_that_nobody_asked_for_is_off(monkeypatch: pytest.MonkeyPatch
 def test_a_seam_of_an_option_ends_with_1_in_tested_releases_alone(
     releases: str, option: str, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In others the option is refused, by its name."""
+    """In other releases, the option is rejected by its name."""
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     moved = Contract("issue", "no_module_of_that_name:f", "()", "packaging", releases, option=option)
     row = _row("buffer", moved, "calls", may_be_of_others=False)

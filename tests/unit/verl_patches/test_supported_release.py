@@ -1,4 +1,4 @@
-"""A release of verl that is not supported is refused before anything of it is composed or imported."""
+"""An unsupported release of verl is rejected before anything of it is composed or imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the corrected loss asks of the device, held against verl's own: operations, waits, and memory."""
+"""The device work of the corrected loss, compared with verl's own: operations, waits and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READ = ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")
 def build(
     lengths: list[int], *, prove: bool = False, sealed: bool = True, padded: bool = False
 ) -> tuple[Callable[..., Any], ...]:
-    """verl's loss and the corrected one of a micro-batch, each as a call."""
+    """Build verl's loss and the corrected loss of a micro-batch, each as a function."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 
@@ -52,7 +52,7 @@ def build(
 
 
 def count(call: Callable[[], Any]) -> tuple[int, int]:
-    """Operations of one call and, of these, those that the host waits for."""
+    """Return the number of operations in one call, and the number of these for which the host waits."""
     call()
     with Work() as work:
         call()
@@ -63,7 +63,7 @@ def count(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 def test_operations_and_waits_of_a_micro_batch() -> None:
-    """The waits here are for the numbers of verl's own metrics; ours are fetched once, see test_host_transfers."""
+    """The waits are for the numbers of verl's own metrics; ours are fetched once, see test_host_transfers."""
     verls, ours, call = build(SHORT, sealed=False)
     _, sealed, sealed_call = build(SHORT)
     operations, waits = zip(

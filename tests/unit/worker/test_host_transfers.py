@@ -1,7 +1,8 @@
-"""What the worker's loss asks of the host: one number a micro-batch before the backward pass, and the rest in one go.
+"""What the worker's loss needs from the host: one number per micro-batch before the backward pass, and the rest in one
+transfer.
 
-A copy from the device cannot be seen on a machine without one. What can be seen is every operation that has to end
-before the host goes on, and every call by which numbers of a tensor reach Python.
+On a machine without a device, a copy from the device cannot be observed. What can be observed is every operation that
+must end before the host continues, and every call by which numbers of a tensor reach Python.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ WAITS = (
     "aten::equal",
     "aten::is_nonzero",
 )
-"""Operations whose result the host has to see, or whose size it has to know. Boolean indices show as ``nonzero``."""
+"""Operations whose result or size the host needs. Boolean indices appear as ``nonzero``."""
 LEAVING = ("tolist", "numpy", "__array__", "cpu")
-"""Methods of a tensor that hand its numbers over without an operation that a profiler sees on the CPU."""
+"""Methods of a tensor that return its numbers without an operation which a profiler sees on the CPU."""
 SHADOWS = {"shadowed": spec(wide=band(0.9, 1.1), far=opsm(0.1))}
 MOVING: dict[str, Side] = {"gsm": "both", WEIGHT: "upper"}
 LENGTHS = ((3, 5, 2, 4), (6, 1, 4, 4), (2, 2, 7, 3))
@@ -55,7 +56,7 @@ LENGTHS = ((3, 5, 2, 4), (6, 1, 4, 4), (2, 2, 7, 3))
 
 @dataclass
 class Seen:
-    """What one call asked of the host: waits by operation, and readings fetched together, in order."""
+    """What one call needed from the host: waits by operation, and readings fetched together, in order."""
 
     waits: list[str] = field(default_factory=list)
     fetches: list[int] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Seen:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
-    """Counts what happens inside; a fetch counts once, and nothing inside of it does."""
+    """Count what happens inside; a fetch counts once, and nothing inside it counts."""
     seen, fetching = Seen(), []
     fetch = statistics.fetch
 
@@ -98,7 +99,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 
 def plain_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """Instead of verl's loss, which asks the host for numbers of its own: all that a correction hands over is used."""
+    """A loss that replaces verl's, which needs numbers on the host; it uses everything that a correction hands over."""
     mask, columns = data["response_mask"], ("old_log_probs", "advantages", "rollout_is_weights")
     weighed = sum((data[name] * mask).sum() for name in columns if name in data.keys() and not data[name].is_nested)
     return model_output["log_probs"].values().sum() * torch.as_tensor(weighed), {}

@@ -1,4 +1,4 @@
-"""The KL loss with its clipped ratio, by hand and against verl's own KL loss."""
+"""The KL loss with its clipped ratio, by hand and compared with verl's own KL loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_at_ratio_one_its_gradient_is_verls(kind: str) -> None:
 
 
 def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
-    """Enumerated: E_old[ratio x slope x score] with k2 is the gradient of KL(pi, ref), which verl's is not."""
+    """By enumeration: E_old[ratio x slope x score] with k2 is the gradient of KL(pi, ref); verl's is not."""
     logits = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([0.0, 0.2, -0.3], dtype=torch.float64).log_softmax(-1)
     ref = torch.tensor([-0.2, 0.1, 0.5], dtype=torch.float64).log_softmax(-1)
@@ -59,7 +59,7 @@ def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
 
 @pytest.mark.parametrize("kind", ["k1", "kl", "k3", "low_var_kl"])
 def test_weighted_it_is_the_reverse_kl_and_its_gradient(kind: str) -> None:
-    """Enumerated over the policy that sampled, for any of the two that it may be; truncated it is neither."""
+    """By enumeration over the sampling policy, for both policies that it may be; with truncation, it is neither."""
     logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
     sampled = torch.tensor([0.0, 0.2, -0.3, -0.5], dtype=torch.float64).log_softmax(-1)
     ref = torch.tensor([-0.2, 0.1, 0.5, 0.4], dtype=torch.float64).log_softmax(-1)
@@ -92,7 +92,7 @@ def test_the_ratio_says_which_policy_sampled() -> None:
 
 @dataclass
 class ActorConfig:
-    """The fields of verl's that are read."""
+    """The fields of verl's config that are read."""
 
     use_kl_loss: bool = True
     kl_loss_type: str = "k2"
@@ -142,7 +142,7 @@ def with_policy_term(
     ],
 )
 def test_where_mu_is_pi_old_and_unknown_no_ratio_is_made_up(term: dict[str, Any]) -> None:
-    """Ratio 1 at the second token: k2 has the slope 0.5, weighted (k2 + its slope) = 0.125 + 0.5; two tokens."""
+    """The ratio is 1 at the second token: k2 has the slope 0.5, weighted (k2 + its slope) = 0.125 + 0.5; two tokens."""
     spec = CorrectionSpec.from_mapping({"proximal": "bypass", **term})
     adapter = OffPolicyLoss(spec, ActorConfig(), prove=True, base_loss=with_policy_term)
     pi, mu = torch.full((1, 2), -1.0, requires_grad=True), torch.tensor([[math.nan, -1.0]])

@@ -1,4 +1,4 @@
-"""The factor that verl's engines are due, and losses that draw random numbers."""
+"""The factor that verl's engines expect, and losses that draw random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 
 class Engine:
-    """Whatever verl's engines have."""
+    """The attributes of verl's engines."""
 
     def __init__(self, **has: Any) -> None:
         self.engine_config = SimpleNamespace()
@@ -62,7 +62,7 @@ def test_what_arrives_is_a_multiple_of_it(expected: Any) -> None:
 
 
 def test_clip_cov_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens may be clipped, and one of them is, drawn at random; the generator is left as without a proof."""
+    """All tokens may be clipped, and one of them is, drawn at random; the generator's state is as without a proof."""
     config = FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,

@@ -1,4 +1,4 @@
-"""Measurements of micro-batches: several at a time, in blocks, and in packets that wait for the last mini-batch."""
+"""Measurements of micro-batches: several at once, in blocks, and in packets that wait for the last mini-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker scores is sealed where it is computed, under the name of the column that it becomes."""
+"""What a worker scores is sealed where it is computed, with the name of its later column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = 2
 
 
 class Worker:
-    """Stands in for verl's: log-probs over prompt and response, at each token that of the next one."""
+    """A stand-in for verl's worker: log-probs over prompt and response, where each token has that of the next one."""
 
     def __init__(self, forward_only: bool = False) -> None:
         self.engine_config = SimpleNamespace(forward_only=forward_only)

@@ -1,4 +1,4 @@
-"""What goes to verl's workers: the loss and the method by which a trainer acts in them."""
+"""What verl's workers receive: the loss, and the method by which a trainer acts in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What an attribution says: of runs without a cause, of pi_old made of mu, and of faults to fix first."""
+"""The text of an attribution: for runs without a cause, for pi_old derived from mu, and for faults that must be fixed
+first.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LENGTHS = [20] * 64
 
 
 def test_a_large_mismatch_without_a_cause_is_said_to_be_large() -> None:
-    """Noise of 0.3 nats, the same at every probability: no cause that is looked for makes it."""
+    """Noise of 0.3 nats, equal at every probability, has none of the causes' signatures."""
     found = attribute_rows(drawn_rows(LENGTHS, backend=0.3), {})
     assert "present" not in {cause.verdict for cause in found.causes}
     assert not is_healthy(found)
@@ -49,13 +51,13 @@ def at_gradient_step(rows: Rows, number: int) -> Rows:
 
 
 def of_two_gradient_steps() -> tuple[Rows, Rows]:
-    """The first with the engines' noise alone; in the second pi has moved by 0.5 nats a token."""
+    """The first gradient step has only the engines' noise; in the second, pi has moved by 0.5 nats per token."""
     return drawn_rows(LENGTHS, backend=0.1), at_gradient_step(drawn_rows(LENGTHS, seed=1, backend=0.1, drift=0.5), 1)
 
 
 @pytest.mark.parametrize("proximal", [*MADE_OF_MU, "reuse"])
 def test_the_first_gradient_step_is_attributed_as_if_pi_old_were_recorded(proximal: str, tmp_path: Path) -> None:
-    """Fresh rows: all of it is the backend's, none of it drift."""
+    """The rows are fresh, so the whole mismatch is backend, and none is drift."""
     rows = drawn_rows(LENGTHS, backend=0.1)
     found = attribute(recorded_under(proximal, tmp_path / "run", rows))
     known = attribute(recorded_under("recompute", tmp_path / "known", rows))
@@ -67,7 +69,7 @@ def test_the_first_gradient_step_is_attributed_as_if_pi_old_were_recorded(proxim
 
 @pytest.mark.parametrize("proximal", ["bypass", "loglinear"])
 def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_path: Path) -> None:
-    """pi_old of their rows is not known: no share is claimed of them, and what is left out is said."""
+    """pi_old of these rows is unknown, so they have no share, and the text says that they are left out."""
     first, later = of_two_gradient_steps()
     found = attribute(recorded_under(proximal, tmp_path / "run", concatenate([first, later])))
     alone = attribute(recorded_under("recompute", tmp_path / "known", first))
@@ -117,7 +119,7 @@ def copy_recording(folder: Path, *lines: str, source: str = "colocate_async-14")
 
 
 def test_updates_that_are_rounded_away_are_told_from_staleness(tmp_path: Path) -> None:
-    """In both the KL grows from step to step; rounding explains it only if all weights were delivered."""
+    """In both runs, the KL grows from step to step; rounding explains this only if all weights were delivered."""
     lines = [(EQUAL | {"along": 0.13},), (EQUAL,), (EQUAL | {"along": 0.13}, WRONG)]
     folders = [tmp_path / str(number) for number in range(len(lines))]
     verdicts = []
@@ -142,7 +144,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_mass_is_a_mass() -> None:
-    """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
+    """With noise of 3 nats, the mean of pi_old/mu is e^4.5, about 90, and 1 - 90 is not a probability."""
     for cause in find_truncation(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
         assert cause.verdict == "absent"
         assert "the mean of pi_old/mu" in cause.sentence

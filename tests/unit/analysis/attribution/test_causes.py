@@ -1,4 +1,4 @@
-"""The cause finder on policies whose fault is known to the digit, and where nothing can be said."""
+"""The cause finder on policies whose fault is known exactly, and on data that show nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of(causes: Sequence[Cause], name: str) -> Cause:
 
 
 def shifted(rows: Rows, by: int) -> Rows:
-    """mu of the token ``by`` places before, within each row."""
+    """Return mu of the token ``by`` places before, within each row."""
     mu = np.concatenate(
         [np.roll(rows.rollout_log_prob[a:b], by) for a, b in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
     )
@@ -48,7 +48,7 @@ def test_healthy_engines() -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_temperature_is_estimated(temperature: float) -> None:
-    """log mu = z / T - log Z: within a context its slope on log pi_old is 1 / T."""
+    """log mu = z / T - log Z, so within a context, its slope on log pi_old is 1 / T."""
     causes = find_causes(simulated(at_temperature(temperature)), {})
     assert present(causes) == {"temperature"}
     evidence = of(causes, "temperature").evidence
@@ -77,7 +77,7 @@ def test_a_replayed_support_cuts_nothing_off() -> None:
 
 @pytest.mark.slow
 def test_where_rows_cannot_tell_the_card_does() -> None:
-    """Sixteen tokens of 48: no group of 8 rows samples them all."""
+    """With sixteen tokens of 48, no group of 8 rows samples all of them, so the rows cannot tell, but the card can."""
     rows = simulated(top_k(16))
     assert present(find_causes(rows, {})) == {"extra vocabulary"}
     causes = find_causes(rows, {"sampling": {"top_k": 16, "top_p": 1.0}})
@@ -97,7 +97,7 @@ def test_misalignment_and_its_side(by: int) -> None:
 
 
 def test_log_probs_of_other_rows_are_misalignment() -> None:
-    """mu rolled by a prime over all rows: no token has its own, and no shift within a row fixes it."""
+    """mu is rolled by a prime over all rows, so no token has its own mu, and no shift within a row fixes it."""
     rows = simulated()
     causes = find_causes(replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 777)), {})
     assert present(causes) == {"misalignment"}
@@ -108,7 +108,9 @@ def test_log_probs_of_other_rows_are_misalignment() -> None:
 
 
 def test_a_temperature_has_a_tight_slope_above_zero(cold: Rows) -> None:
-    """A slope of -1 / 0.7, and one of 0.25 amid noise of 3 nats: both explain most of the gap by a straight line."""
+    """A slope of -1 / 0.7, and a slope of 0.25 with noise of 3 nats: a straight line explains most of the gap
+    in both.
+    """
     for rows in (replace(cold, rollout_log_prob=-cold.rollout_log_prob), simulated(noisy(3.0))):
         found = find_temperature(collect_tokens(rows), {})
         assert found.verdict == "absent"
@@ -119,7 +121,7 @@ def test_a_temperature_has_a_tight_slope_above_zero(cold: Rows) -> None:
 
 @pytest.mark.parametrize("turn", [1, 0])
 def test_retokenisation_is_turn_local(turn: int) -> None:
-    """The log-probs noted in one turn are of another distribution."""
+    """The log-probs of one turn belong to another distribution."""
     size = Size(turns=2, tokens=3, prompts=16)
     causes = find_causes(simulated(turns={turn: noisy(1.0)}, size=size), {})
     assert present(causes) == {"re-tokenisation"}
@@ -136,7 +138,7 @@ def test_numerics_have_a_tail_and_no_sign() -> None:
 
 
 def test_without_groups_temperature_is_not_testable() -> None:
-    """No two rows share a context: the slope cannot be known, and is not guessed."""
+    """No two rows share a context, so the slope is unknown."""
     causes = find_causes(simulated(at_temperature(0.7), size=Size(group=1, prompts=64)), {})
     assert of(causes, "temperature").verdict == "not testable"
     assert "rollout.n" in of(causes, "temperature").sentence
@@ -144,7 +146,7 @@ def test_without_groups_temperature_is_not_testable() -> None:
 
 STEPS, PROMPTS, GROUP, TOKENS = 4, 16, 8, 6
 Error = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
-"""From the step and the number of each row's prompt to the deviation of the logits that sampled it; 0: healthy."""
+"""Maps the step and the prompt number of a row to the deviation of the logits that sampled it; 0 is healthy."""
 
 
 @functools.cache
@@ -154,7 +156,7 @@ def sampled_with(deviation: float) -> Rows:
 
 
 def asked(again: int, error: Error) -> Rows:
-    """Rows of ``STEPS`` steps, of whose prompts the first ``again`` are the same at each step."""
+    """Rows of ``STEPS`` steps; the first ``again`` prompts are the same in each step."""
     healthy = sampled_with(0.0)
     prompt = np.arange(len(healthy)) // GROUP % PROMPTS
     ids = np.where(prompt < again, prompt, 100 * healthy.step + prompt).astype(np.int32)
@@ -179,7 +181,7 @@ def verdict(rows: Rows) -> Cause:
 
 @pytest.mark.slow
 def test_a_kept_cache_is_seen_where_steps_hardly_differ() -> None:
-    """4 of 16 prompts come again, so that no step as a whole is certain to be staler than another."""
+    """4 of 16 prompts are repeated, so no step as a whole is certainly staler than another."""
     rows = asked(4, lambda step, prompt: 0.04 * ((step > 1) & (prompt < 4)))
     found = verdict(rows)
     assert found.verdict == "present"
@@ -194,7 +196,9 @@ def test_a_kept_cache_is_seen_where_steps_hardly_differ() -> None:
 
 
 def test_old_weights_are_not_taken_for_a_kept_cache() -> None:
-    """An update moves most what it was trained on: prompts that come again have more of the gap, and new ones too."""
+    """An update changes most the prompts that it was trained on, so repeated prompts have a larger gap, and new prompts
+    have a gap too.
+    """
     found = verdict(asked(8, lambda step, prompt: np.where((step > 1) & (prompt < 8), 0.4, 0.1 * (step > 1))))
     assert found.verdict == "present"
     assert found.evidence["again_low"] > 3

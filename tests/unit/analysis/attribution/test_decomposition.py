@@ -1,4 +1,4 @@
-"""A decomposition: its draws, the routing part, and where the mismatch sits, by hand and in sum."""
+"""A decomposition: its draws, the routing part, and the location of the mismatch, by hand and in total."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_hand() -> Rows:
 
 
 def test_sums_of_ragged_rows_are_those_of_padded_ones() -> None:
-    """Rows of several lengths and ages, one of them empty, and a token without a finite log-prob."""
+    """Rows of several lengths and ages; one row is empty, and one token has no finite log-prob."""
     rows = drawn_rows([3, 50, 1, 0, 20], step=4, backend=0.1, drift=0.1, oldest_version=np.array([3, 1, 0, 3, -1]))
     rows.log_prob[7] = np.nan
     columns = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
@@ -67,7 +67,7 @@ def test_sums_of_ragged_rows_are_those_of_padded_ones() -> None:
 
 
 def test_by_hand() -> None:
-    """The whole is 0.6 and 0, of variance 0.09, with which each part has the covariance 0.03."""
+    """The totals are 0.6 and 0, with variance 0.09; the covariance of each part with the total is 0.03."""
     rows = by_hand()
     found = split(rows)
     of_variance = found.variance
@@ -112,7 +112,9 @@ def test_parts_add_up_to_the_whole_by_step_and_in_all() -> None:
 
 
 def two_rows(**columns: Any) -> Rows:
-    """Rows of 2 and 3 tokens; the gap is 0.1 everywhere, and -1 at the last token, in another turn after a tool's."""
+    """Rows of 2 and 3 tokens. The gap is 0.1 everywhere, except -1 at the last token, which is in another turn after a
+    tool's.
+    """
     mu = np.log(np.array([0.3, 0.95, 0.3, 0.5, 0.0005])).astype(np.float32)
     gap = np.array([0.1, 0.1, 0.1, 5.0, -1.0], dtype=np.float32)
     values: dict[str, Any] = {
@@ -134,7 +136,7 @@ def profile(rows: Rows) -> dict[str, list[Bucket]]:
 
 
 def test_profiles_worked_by_hand() -> None:
-    """The tool's token, with a gap of 5, is in none of them."""
+    """The tool's token, with a gap of 5, is in none of the profiles."""
     rows = two_rows()
     found = profile(rows)
     whole = 3 * k3(0.1) + k3(-1.0)

@@ -1,4 +1,4 @@
-"""Parts of an attribution add up: over steps as over all rows at once, for every sum and every example."""
+"""Parts of an attribution add up: the sums over steps equal the sums over all rows, for every sum and every example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(step: int, rows: int = 12) -> Rows:
 
 
 def close(found: object, expected: object) -> bool:
-    """Whether two values have the same fields, numbers within 1e-12."""
+    """Return True if two values have the same fields, with numbers within 1e-12."""
     one, other = vars(found), vars(expected)
     return all(
         one[name] == (pytest.approx(value, rel=1e-12, abs=1e-15) if isinstance(value, float) else value)
@@ -33,7 +33,7 @@ def close(found: object, expected: object) -> bool:
 
 
 def assert_alike(found: Part, expected: Part) -> None:
-    """All but the draws."""
+    """Compare everything except the draws."""
     assert (found.rows, found.ages, found.stale) == (expected.rows, expected.ages, expected.stale)
     assert found.sums["recorded"][0] == pytest.approx(expected.sums["recorded"][0])
     for name, buckets in build_profiles(expected.cells).items():
@@ -47,7 +47,7 @@ def assert_alike(found: Part, expected: Part) -> None:
 
 
 def test_pieces_of_a_step_add_up_to_the_step() -> None:
-    """Of two ranks that hold copies of each row: an example counts both, and the sample is that of the whole step."""
+    """Two ranks have copies of each row: an example counts both, and the sample is that of the whole step."""
     first = draw(5)
     second = replace(first, rank=np.ones(len(first), dtype=np.int32))
     both, sample = concatenate([first, second]), RowSample.of_steps([5], 40)

@@ -1,7 +1,6 @@
 """The cause finder on recordings of real runs of verl, Ray and vLLM, made by scripts/evidence/injected_faults.
 
-Thresholds were chosen on ``tuning`` alone; ``held_out`` are other runs with other seeds and other strengths of the
-faults.
+Thresholds were chosen only on ``tuning``; ``held_out`` are other runs with other seeds and other sizes of the faults.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from recipe.offpolicy.recording import Recording
 
 @pytest.fixture(scope="module")
 def held_out() -> list[tuple[FaultCase, list[Cause]]]:
-    """Each case, and the causes that are found in its rows alone; the search does not read the card."""
+    """Each case, and the causes found in its rows alone; the search does not read the card."""
     cases = [case for case in CASES if case.part == "held_out"]
     return [(case, find_causes(Recording(DATA / case.part / f"{case.name}-{case.seed}").rows(), {})) for case in cases]
 
@@ -37,7 +36,9 @@ def test_all_cases_not_used_for_tuning_are_right(held_out: list[tuple[FaultCase,
 
 @pytest.mark.slow
 def test_fixes_name_what_was_injected(held_out: list[tuple[FaultCase, list[Cause]]]) -> None:
-    """Not verdicts alone: temperatures to the second digit, no more mass missing than top-p leaves out, and a cache."""
+    """The numbers are checked as well: temperatures to the second digit, a missing mass of at most what top-p removes,
+    and a cache.
+    """
     found = {case.name: {c.name: c for c in causes} for case, causes in held_out}
     assert found["temperature-1.2"]["temperature"].evidence["slope"] == pytest.approx(1 / 1.2, abs=0.01)
     # Log-probs before a temperature of 0.7, held against the trainer's at 0.7.

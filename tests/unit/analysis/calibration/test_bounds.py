@@ -1,4 +1,4 @@
-"""Bounds from recordings: what a mask compares is what training compares, and replaying gives the target."""
+"""Bounds from recordings: the values that a mask compares are those of training, and a replay reaches the target."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps_of(*rows: Rows) -> list[Step]:
 
 
 def drawn(seed: int = 0, count: int = 100, step: int = 1, **columns: Any) -> Rows:
-    """Rows of 1 to 40 tokens in three turns with tool tokens in between, in groups of 4."""
+    """Rows of 1 to 40 tokens in three turns separated by tool tokens, in groups of 4."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 41, count)
     turn = np.concatenate([np.minimum(np.arange(length) // 8, 2) for length in lengths]).astype(np.int16)
@@ -58,7 +58,7 @@ def drawn(seed: int = 0, count: int = 100, step: int = 1, **columns: Any) -> Row
 
 
 def replayed_share(spec: CorrectionSpec, steps: list[Step]) -> float:
-    """Kept units over all, by the stages of training alone; units as the mask counts them."""
+    """Kept units divided by all units, computed by the training stages; the mask defines the units."""
     key, part = next(iter([(f"masks.{n}", m) for n, m in spec.masks] or [("weight", spec.weight)]))
     kept = total = 0
     for step in steps:
@@ -91,15 +91,15 @@ def part_and_scores(spec: CorrectionSpec, steps: list[Step]) -> tuple[BoundedPar
 
 
 def of_all(scores: Scores, share: float) -> float:
-    """``share`` of the units that a mask looks at, of all of them."""
+    """Convert a share of the units that a mask tests to a share of all units."""
     return 1 - float(scores.looked.mean()) * (1 - share) if scores.looked.any() else 1.0
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_replaying_the_proposed_bound_gives_the_target(name: str) -> None:
-    """The least share that units allow: ceil(target n) of the n that it looks at kept, exactly, no unit more.
+    """The result is the smallest share that units allow: exactly ceil(target n) of the n tested units are kept.
 
-    Tokens that a row decides stand or fall together: up to a row's 36 more.
+    Tokens that a row decides are kept or dropped together, so there may be up to 36 more.
     """
     spec, steps, target = spec_of(MASKS[name]), steps_of(drawn(3), drawn(4, step=2)), 0.9
     part, scores = part_and_scores(spec, steps)
@@ -113,7 +113,7 @@ def test_replaying_the_proposed_bound_gives_the_target(name: str) -> None:
 
 
 def aged(seed: int) -> Rows:
-    """Rows of which the first 5 tokens are 0 to 3 versions older than the others, which are 0 or 1 old."""
+    """Rows whose first 5 tokens are 0 to 3 versions older than the others, which are 0 or 1 versions old."""
     rows = drawn(seed, step=9)
     young = np.arange(len(rows))[rows.row_of_token] % 2
     older = np.where(rows.position < 5, (np.arange(len(rows)) % 4)[rows.row_of_token], 0)
@@ -165,10 +165,11 @@ def test_any_mask_is_read_as_training_reads_it(
 
 
 def test_symmetric_in_log_space_and_rounded_outward() -> None:
-    """Rows of one token with log rho -0.03, -0.01, 0.02, 0.05: keeping 3 of 4 takes |log rho| <= 0.03.
+    """Rows of one token with log rho -0.03, -0.01, 0.02, 0.05: keeping 3 of 4 needs |log rho| <= 0.03.
 
-    exp(0.03) = 1.030455, exp(-0.03) = 0.970446; two digits, rounded outward, reach log 1.04 = 0.039 and -log 0.97 =
-    0.03046: the first is more than 2 % too far, so three digits for both: 1.031 (0.03053) and 0.970 (0.03046).
+    exp(0.03) = 1.030455 and exp(-0.03) = 0.970446. With two digits, rounded outward, the bounds would be log 1.04 =
+    0.039 and -log 0.97 = 0.03046; the first is more than 2 % too large, so both get three digits: 1.031 (0.03053) and
+    0.970 (0.03046).
     """
     old = np.array([-1.03, -1.01, -0.98, -0.95], dtype=np.float32)
     rows = drawn_rows([1] * 4, rollout_log_prob=np.full(4, -1.0, np.float32), old_log_prob=old)
@@ -180,7 +181,7 @@ def test_symmetric_in_log_space_and_rounded_outward() -> None:
 
 
 def test_the_target_is_of_what_the_mask_looks_at() -> None:
-    """Of 100 rows the mask looks at the 10 of negative advantage: 0.8 of these is 8, so that 98 of 100 are kept."""
+    """Of 100 rows, the mask tests the 10 with negative advantage; 0.8 of these is 8, so 98 of 100 are kept."""
     sign = np.where(np.arange(100) % 10 == 0, -1.0, 1.0)
     rows = drawn(9)
     rows = replace(rows, advantages=np.repeat(sign, np.diff(rows.offsets)).astype(np.float32))

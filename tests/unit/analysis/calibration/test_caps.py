@@ -1,4 +1,4 @@
-"""Caps for a target effective sample size: hand-worked, replayed through the stage, and covered by simulation."""
+"""Caps for a target effective sample size: by hand, replayed through the stages, and covered by simulation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def units(log_weight: Any, *, group: Any = None, tokens: Any = None) -> Scores:
 
 
 def logged_ess(spec: CorrectionSpec, *steps: Rows) -> float:
-    """offpolicy/weight/ess of all steps together."""
+    """offpolicy/weight/ess over all steps."""
     seen = []
     for rows in steps:
         tensors = rows.padded("rollout_log_prob", "old_log_prob", "turn")
@@ -53,7 +53,7 @@ def logged_ess(spec: CorrectionSpec, *steps: Rows) -> float:
 
 
 def test_two_weights_by_hand() -> None:
-    """Weights 1 and 4 of one token each: capped at c, ESS = (1 + c)^2 / (2 (1 + c^2)) = 0.9 at c = 2.
+    """Weights 1 and 4 of one token each. With cap c, ESS = (1 + c)^2 / (2 (1 + c^2)), which is 0.9 at c = 2.
 
     (1 + 2)^2 / (2 * 5) = 9/10.
     """
@@ -85,7 +85,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_replaying_the_cap_gives_the_target(name: str) -> None:
-    """What offpolicy/weight/ess would have been: the target, or up to 2 % of what is given up more."""
+    """The replayed offpolicy/weight/ess is the target, or at most 2 % of 1 - target larger."""
     spec, part = part_of(WEIGHTS[name])
     rng = np.random.default_rng(3)
     steps = [drawn_rows(rng.integers(2, 30, 80), seed=seed, step=seed, backend=0.4) for seed in (1, 2)]
@@ -100,9 +100,9 @@ def test_replaying_the_cap_gives_the_target(name: str) -> None:
 
 
 def test_the_cap_of_one_sign_is_that_of_the_rows_it_weighs() -> None:
-    """One token a row: rho = 1 and 4 with A < 0, and 100 with A > 0, which a weight of negative rows leaves alone.
+    """One token per row: rho = 1 and 4 with A < 0, and 100 with A > 0, which a weight of negative rows does not change.
 
-    Of the first two alone (1 + c)^2 / (2 (1 + c^2)) is 0.9 at c = 2.
+    For the first two, (1 + c)^2 / (2 (1 + c^2)) is 0.9 at c = 2.
     """
     rho = np.log(np.array([1.0, 4.0, 100.0], dtype=np.float32))
     mu, advantages = np.full(3, -6.0, dtype=np.float32), np.array([-1.0, -1.0, 1.0], dtype=np.float32)

@@ -33,7 +33,7 @@ from tests.support.recordings import NONE, drawn_rows
 
 
 def test_design_effect_of_groups_that_agree() -> None:
-    """3 groups of 4 alike, kept 4, 4, 0: share 2/3; residuals 4 - 2/3 4 = 4/3, 4/3, -8/3, sum of squares 96/9.
+    """3 groups of 4 equal rows, kept 4, 4, 0: share 2/3; residuals 4 - 2/3 4 = 4/3, 4/3, -8/3, sum of squares 96/9.
 
     Variance of the share = 3/2 (96/9) / 144 = 1/9; independent (2/3)(1/3)/12 = 1/54; effect 6, effective 12/6 = 2.
     """
@@ -49,7 +49,7 @@ def test_median_of_ten() -> None:
 
 
 def test_one_sided_end() -> None:
-    """0.99^298 = 0.0500 > 0.05 >= 0.99^299: the 0.99-quantile takes 299 units."""
+    """0.99^298 = 0.0500 > 0.05 >= 0.99^299, so the 0.99-quantile needs 299 units."""
     assert compute_least_count(0.99, 0.95) == 299
     assert compute_quantile_interval(np.arange(298.0), 0.99, 298, 0.95, one_sided=True) == (-math.inf, math.inf)
     assert compute_quantile_interval(np.arange(299.0), 0.99, 299, 0.95, one_sided=True) == (-math.inf, 298.0)
@@ -65,7 +65,9 @@ def test_wilson() -> None:
 
 
 def test_bootstrap_keeps_groups_whole() -> None:
-    """Groups with totals 0 and 10: two drawn, so that each sum is 0, 10 or 20, with shares 1/4, 1/2, 1/4."""
+    """Groups with totals 0 and 10: two groups are drawn, so each sum is 0, 10 or 20, with probabilities 1/4,
+    1/2, 1/4.
+    """
     sums = resample_totals(np.array([[0.0], [10.0]]), draws=4000, seed=1)[:, 0]
     values, counts = np.unique(sums, return_counts=True)
     assert values.tolist() == [0.0, 10.0, 20.0]
@@ -77,7 +79,7 @@ PART = BoundedPart("masks.opsm", read_mask(opsm(0.1), key="correction.masks.opsm
 
 
 def scores() -> Scores:
-    """Values log(pi / mu) of -1/400, -2/400, ... -1, each row its own prompt."""
+    """Values log(pi / mu) of -1/400, -2/400, ... -1, with one prompt per row."""
     number = np.arange(ROWS)
     value = -(number + 1) / ROWS
     length = np.full(ROWS, 3)
@@ -95,7 +97,7 @@ def state(mini_batch: int = 0, staleness: int = 0, apart: float = 0.0) -> RowSta
 
 
 def test_the_quantile_and_its_bound() -> None:
-    """The 0.9-quantile of 1/400 ... 400/400 is 0.9; its 95 % bound lies 1.645 sqrt(0.09 / 400) above, at 0.925."""
+    """The 0.9-quantile of 1/400 ... 400/400 is 0.9; its 95 % bound is 1.645 sqrt(0.09 / 400) higher, 0.925."""
     found = estimate_noise_floor(PART, scores(), state(), share=0.9, confidence=0.95)
     assert (found.quantile, found.rows, found.groups, found.unknown_versions) == (0.9, ROWS, ROWS, 0)
     assert found.delta == pytest.approx(0.925, abs=0.005)
@@ -127,7 +129,7 @@ LENGTHS = (10, 40, 160, 640)
 
 
 def noisy(count: int = 60, seed: int = 0, noise: float = 0.03, drift: float = 0.0, **columns: Any) -> Rows:
-    """``count`` rows of each of four lengths, zero-mean noise a token, in groups of 4."""
+    """``count`` rows of each of four lengths, with zero-mean noise per token, in groups of 4."""
     lengths = np.repeat(LENGTHS, count)
     uid = np.array([f"{columns.get('step', 1)}-{row // 4}" for row in range(len(lengths))], dtype=object)
     return drawn_rows(lengths, seed=seed, backend=noise, drift=drift, uid=uid, **columns)
@@ -150,9 +152,9 @@ def opsm(*rows: Rows, **request: Any) -> Proposal:
 
 
 def test_delta_clears_the_noise_floor() -> None:
-    """The 0.95-quantile of s / sqrt(T) noise in rows of 40 tokens, 1.645 * 0.03 / sqrt(40) = 0.0078, is exceeded.
+    """The delta exceeds the 0.95-quantile of s / sqrt(T) noise in rows of 40 tokens, 1.645 * 0.03 / sqrt(40) = 0.0078.
 
-    Asked to keep 0.75, a smaller delta would do: only rows of negative advantage can go.
+    To keep 0.75, a smaller delta would be enough, because only rows with negative advantage can be dropped.
     """
     rows = drawn_rows([40] * 800, backend=0.03, uid=np.array([f"{row}" for row in range(800)], dtype=object))
     proposal = opsm(rows, target_kept=0.75)
@@ -166,7 +168,9 @@ def test_delta_clears_the_noise_floor() -> None:
 
 
 def test_a_pi_old_made_of_mu_does_not_choose_quiet_rows() -> None:
-    """240 rows of noise 0.03 and 240 of 0.0005: the recorded pi_old is near pi in quiet rows alone."""
+    """240 rows with noise 0.03 and 240 with 0.0005: the recorded pi_old is close to pi only in rows with
+    little noise.
+    """
     engines, bypass = [noisy(seed=1), noisy(seed=2, noise=0.0005)], {"proximal": "bypass"}
     acted = CorrectionSpec.from_mapping(bypass).to_mapping()
     steps = [Step(replace(rows, old_log_prob=rows.rollout_log_prob), acted, ()) for rows in engines]

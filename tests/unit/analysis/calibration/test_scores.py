@@ -1,4 +1,4 @@
-"""The units that each part decides on, of all rows and of a sample of the prompts."""
+"""The units on which each part decides, for all rows and for a sample of the prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.recordings import NONE, drawn_rows
 
 
 def test_a_prefix_is_scored_by_the_bound_of_its_first_token() -> None:
-    """Bounds grow with sqrt t, so that sums of 0.3 and 0.6 ask for bounds of 0.3 and 0.6 / sqrt 2."""
+    """Bounds grow with sqrt t, so sums of 0.3 and 0.6 need bounds of 0.3 and 0.6 / sqrt 2."""
     mu = np.full(2, -2.0, dtype=np.float32)
     rows = drawn_rows([2], rollout_log_prob=mu, old_log_prob=mu + np.float32(0.3))
     mask = band(0.9, 1.2, aggregate="product", level="prefix") | {"by_position": 0.5}
@@ -37,7 +37,7 @@ SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "icepop": ICEPOP, "m2p
 
 
 def steps_of(count: int, rows: int = 64) -> list[Step]:
-    """Steps of rows of 5 to 9 tokens, 4 of each prompt, whose names no other step has."""
+    """Steps of rows of 5 to 9 tokens, with 4 rows per prompt; prompts have different names in each step."""
     found = []
     for step in range(1, count + 1):
         drawn = drawn_rows([5 + row % 5 for row in range(rows)], step=step, seed=step, backend=0.1, drift=0.05)
@@ -47,7 +47,7 @@ def steps_of(count: int, rows: int = 64) -> list[Step]:
 
 
 def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:
-    """Of a budget too, which each batch shares out among all of its rows."""
+    """This includes a budget, which each batch distributes over all of its rows."""
     steps, parts, sample = steps_of(3), list_parts(SPEC), PromptSample(tokens=0.3, rows=0.6)
     whole, states = compute_scores(steps, SPEC, parts)
     some, state = compute_scores(steps, SPEC, parts, sample=sample)

@@ -1,4 +1,4 @@
-"""A report: what it says of a recording, also with hostile content, without a proof, and while the run goes on."""
+"""A report of a recording, also with hostile content, without a proof, and while the run continues."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ PROOF = {
 
 
 SCRIPTS = 3
-"""Bokeh, its log's level, and the page's own."""
+"""Bokeh, its log level, and the page's own script."""
 PICTURES = 4 + 2 + 5 + 2 + 4
-"""Over time, by length, of attribution, a panel a bound, and of other corrections."""
+"""Panels over time, by length, of the attribution, one per bound, and of other corrections."""
 
 
 class Tokenizer:
-    """Every token is an attack."""
+    """A tokenizer in which every token is an attack."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
         return HOSTILE
@@ -68,7 +68,7 @@ class Tokenizer:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
-    """A report with all that can be recorded, all of it hostile, its pictures not rendered."""
+    """A report with everything that can be recorded, all of it hostile, without rendering pictures."""
     tmp_path = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_module, "serialize", lambda panel: "{}")
@@ -108,7 +108,9 @@ def test_nothing_is_loaded_and_nothing_runs(whole: tuple[str, Tags]) -> None:
 
 
 def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
-    """In tokens, the model's name, the configuration and the proof: shown, never a tag, never a control character."""
+    """Tokens, the model's name, the configuration and the proof are shown as text, without tags or control
+    characters.
+    """
     text, page = whole
     assert page.text.count("<script>alert(1)</script>") > 10
     assert "onerror" not in [name for name, _ in page.attributes]
@@ -197,7 +199,7 @@ def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def grow(run: Path) -> Iterator[None]:
-    """Adds a step, another rank's rows of it, nothing, and a step, then interrupts."""
+    """Add a step, another rank's rows of it, nothing, and a step, then interrupt."""
     record(run, drawn_rows([20] * 8, step=1))
     yield
     record(run, drawn_rows([20] * 4, step=1, rank=1))
@@ -238,7 +240,7 @@ def test_it_is_written_when_rows_are_added(tmp_path: Path, monkeypatch: pytest.M
 
 
 def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
-    """On whether the engines agree, and on where the mismatch comes from."""
+    """Return the sentences about whether the engines agree, and about the sources of the mismatch."""
     spec = CorrectionSpec.from_mapping(EVERY[proximal])
     found = build_answers(build_timeline(recording), spec, {}, run_studies(recording, spec))
     by_question = {answer.question: answer for answer in found}

@@ -1,4 +1,4 @@
-"""Overrides and grids become corrections, as a launch would compose them."""
+"""Overrides and grids become corrections, composed as a launch would compose them."""
 
 from __future__ import annotations
 

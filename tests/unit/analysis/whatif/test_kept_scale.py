@@ -1,4 +1,6 @@
-"""What ``denominator=kept`` and ``baseline=exclude`` do to a replay: by hand, and as training scales its rows."""
+"""The effect of ``denominator=kept`` and ``baseline=exclude`` on a replay: by hand, and compared with training's
+scales.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ KEPT = replace(ORIGINAL, denominator="kept")
 
 
 def card(mode: str | None = "token-mean", rows: int = 2, **record: Any) -> dict[str, Any]:
-    """Of a run whose mini-batches have ``rows`` rows, two of each prompt."""
+    """The card of a run whose mini-batches have ``rows`` rows, two per prompt."""
     actor = {"ppo_mini_batch_size": rows // 2, "loss_agg_mode": mode}
     return {"config": {"actor_rollout_ref": {"actor": actor, "rollout": {"n": 2}}, "offpolicy": {"record": record}}}
 
 
 def replayed(path: Path, of: dict[str, Any], rows: Rows = ROWS) -> Study:
-    """``ORIGINAL`` and ``KEPT`` over one step."""
+    """Replay ``ORIGINAL`` and ``KEPT`` over one step."""
     record(path, rows)
     (path / "run.json").write_text(json.dumps(of))
     recording = Recording(path)

@@ -1,4 +1,4 @@
-"""What is measured of a replayed correction, and the steps of its replay, worked out by hand."""
+"""Measures of a replayed correction, and the steps of its replay, by hand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def replayed(path: Path, rows: Rows, *specs: CorrectionSpec, acting: CorrectionS
 
 @pytest.fixture
 def trust_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand there are two rows to be a reference."""
+    """By hand, two rows serve as the reference."""
     monkeypatch.setattr(module, "FEW", 1.0)
 
 
@@ -124,7 +124,7 @@ def test_a_mask(tmp_path: Path) -> None:
 
 
 def test_the_base_loss_brings_its_own_ratio(tmp_path: Path) -> None:
-    """pi / pi_old = 2 on the first token: its gradient weight is w 2 A, the uncorrected one 2 A."""
+    """pi / pi_old = 2 on the first token: its gradient weight is w 2 A, and the uncorrected weight is 2 A."""
     log_prob = np.concatenate([np.asarray(row, dtype=np.float32) for row in OLD])
     log_prob[0] += LOG2
     rows = by_hand(OLD, MU, advantages=A, log_prob=log_prob)
@@ -148,7 +148,7 @@ def agreement_of(*keep: torch.Tensor, weighed: list[torch.Tensor] | None = None)
 
 
 def test_cosine() -> None:
-    """(1, 1) against (1, 0): 1 / sqrt 2; and what has no gradient has no direction."""
+    """The cosine of (1, 1) and (1, 0) is 1 / sqrt 2; without a gradient, there is no direction."""
     one = torch.tensor([[1.0, 1.0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
     other = torch.tensor([[3.0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
     agreement = agreement_of(ALL, ALL, ALL, weighed=[one, other, one * 0])
@@ -158,7 +158,7 @@ def test_cosine() -> None:
 
 
 def test_the_clip_is_that_of_ppo() -> None:
-    """Against the gradient that autograd takes of PPO's dual-clip loss."""
+    """The result equals autograd's gradient of PPO's dual-clip loss."""
     log_ratio = torch.linspace(-2, 2, 41, dtype=torch.float64)
     for sign in (1.0, -1.0):
         advantages = torch.full_like(log_ratio, sign)
@@ -176,7 +176,7 @@ ROWS = by_hand(OLD, MU, advantages=np.ones(5, dtype=np.float32))
 
 @pytest.mark.parametrize(("ratio", "expected"), [("full", [2.0, 0.0, -1.0]), ("ppo", [0.0, 0.0, 0.0])])
 def test_a_penalty_pulls_by_twice_its_log_ratio(ratio: str, expected: list[float]) -> None:
-    """pi is pi_old here: log pi / mu of row 0 is 2, 0 and -1 in units of log 2, log pi / pi_old is 0."""
+    """pi is pi_old here: log pi / mu of row 0 is 2, 0 and -1 in units of log 2, and log pi / pi_old is 0."""
     penalised = CorrectionSpec(penalty=PenaltySpec(ratio, 0.25))  # type: ignore[arg-type]
     rows = replace(ROWS, log_prob=ROWS.old_log_prob)
     block = next(block for block in iterate_blocks(rows) if 0 in block.rows)
@@ -214,7 +214,9 @@ def whole(of: Rows) -> Block:
 
 
 def test_mu_in_the_place_of_pi_old_is_replayed_where_the_run_would_have_gone_on() -> None:
-    """rho is 4, 1, 1/2 and twice more than 1: four of five tokens differ. Alike, both engines are one."""
+    """rho is 4, 1, 1/2, and otherwise not 1 in two more tokens: four of five tokens differ. If all were equal, both
+    engines would be one.
+    """
     one_engine = replace(NONE, proximal="same_engine")
     with pytest.raises(SpecError, match=r"at 4 of 5 tokens mu differs from pi_old by more than 1e-06 nats, so the run"):
         check_replayable(one_engine, NONE, rows())

@@ -1,4 +1,4 @@
-"""A replay decides as training did: the same whatever the blocks, the same as telemetry, the same as recorded."""
+"""A replay makes the same decisions as training, for any blocks, and agrees with telemetry and the recording."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of like length in blocks of about 500 places, and one padded batch a step."""
+    """The rows are replayed in blocks of about 500 places with similar lengths, and as one padded batch per step."""
     monkeypatch.setattr(iterate_blocks, "__defaults__", (500,))
     cut = run(directory)
     monkeypatch.setattr(module, "_SHORTEST", 0.0)
@@ -113,7 +113,7 @@ def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_shares_are_those_of_the_log(directory: Path) -> None:
-    """The share kept by group against the statistics that training logs, over the same batch."""
+    """The kept share by group is compared with the statistics that training logs for the same batch."""
     rows = Recording(directory).step(5).rows
     age = torch.from_numpy(rows.staleness)
     result = run(directory)

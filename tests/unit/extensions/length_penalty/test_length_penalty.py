@@ -1,4 +1,4 @@
-"""The extension on verl's own estimators: both places, what stays as it was, the proof, options and start-up."""
+"""The extension with verl's own estimators: both places, unchanged advantages, the proof, options and start-up."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_without_a_penalty_advantages_are_verls_to_the_bit(place: str) -> None:
 
 
 def test_the_anchor_acts_from_the_step_on_that_freezes_it() -> None:
-    """8 right answers of 4 to 11 tokens: A = 7.5, P = 0.3 (T - 7.5) / 7.5 of those above it."""
+    """8 correct answers of 4 to 11 tokens: A = 7.5, and P = 0.3 (T - 7.5) / 7.5 for those longer than A."""
     made = penalty("anchor", coefficient=0.3, anchor={"min_samples": 16, "pass_rate": 0.9})
     assert torch.equal(shape(make_batch(ALL_RIGHT), made), plain(ALL_RIGHT))
     found = shape(make_batch(ALL_RIGHT, step=2), made)
@@ -195,7 +195,7 @@ def test_answers_that_are_never_dropped_are_said() -> None:
 
 
 class Trainer:
-    """What the hook reads of verl's trainer: texts go through one method."""
+    """The part of verl's trainer that the hook reads: texts go through one method."""
 
     def __init__(self, step: int, answers: list[tuple[str, str, float]]) -> None:
         self.global_steps, self.answers, self.logged = step, answers, 0

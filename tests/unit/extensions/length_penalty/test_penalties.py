@@ -1,4 +1,4 @@
-"""Each penalty by hand on one group, anchors, lengths, and the second statement of all of them."""
+"""Each penalty by hand on one group, anchors, lengths, and a second implementation of all of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def answers(right: int, wrong: int, tokens: float = 10.0) -> list[tuple[str, boo
 
 
 def test_the_share_has_to_exceed_the_rate_and_wrong_answers_have_no_length() -> None:
-    """9 of 10 is not above 0.9; 28 of 30 is, and the anchor is the mean of the 28."""
+    """9 of 10 does not exceed 0.9, but 28 of 30 does, and the anchor is the mean length of the 28."""
     anchors = make(min_samples=10)
     assert anchors.add(1, answers(9, 1)) == 0
     assert anchors.add(2, answers(19, 1, tokens=20.0)) == 1
@@ -78,7 +78,7 @@ def test_the_share_has_to_exceed_the_rate_and_wrong_answers_have_no_length() -> 
 
 
 def test_steps_leave_the_window_whole() -> None:
-    """Window 8: after a third step of 4 the first is gone, and 8 of 8 are right."""
+    """With a window of 8, the first of three steps of 4 answers has left, and 8 of 8 are correct."""
     anchors = make(min_samples=8, window=8)
     anchors.add(1, answers(0, 4))
     assert anchors.add(2, answers(4, 0)) == 0
@@ -103,7 +103,9 @@ def test_a_checkpoint_half_way_gives_the_same_state() -> None:
 
 
 def state_shift(lost: list[float], scores: list[float]) -> list[float]:
-    """Shifts divided like verl's advantages, at most the largest of these and of the undivided shifts."""
+    """Compute shifts that are divided like verl's advantages, limited to the largest advantage and the largest
+    undivided shift.
+    """
     middle, deviation = mean(scores), stdev(scores)
     rounding = 8 * 2.0**-23 * max(2.0**-126, *map(abs, scores))
     differ = min(1.0, max(0.0, deviation / rounding - 1))
@@ -123,7 +125,7 @@ def state_shift(lost: list[float], scores: list[float]) -> list[float]:
 def test_the_shift_is_divided_as_far_as_rewards_differ(
     steps: list[float], gap: float, size: float, each: float
 ) -> None:
-    """Scores that differ by shares 1e-9 to 1 of their size, 1e-3 to 1e8; penalties that differ by less or more."""
+    """Scores that differ by 1e-9 to 1 times their size, from 1e-3 to 1e8; penalties that differ by less or more."""
     scores = (10**size * (1 - 10**gap * torch.tensor(steps, dtype=torch.float64) / 4)).float().double()
     penalty = each * torch.arange(len(steps), dtype=torch.float64)
     shift = compute_shift(penalty, scores, {"a": list(range(len(steps)))}, by_std=True)

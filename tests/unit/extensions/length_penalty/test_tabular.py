@@ -24,7 +24,7 @@ STEPS, RATE, ROWS = 3000, 0.05, 8
 
 
 class End(NamedTuple):
-    """After training: mean length, and share of right answers."""
+    """Result of training: mean length, and share of correct answers."""
 
     tokens: float
     easy: float
@@ -32,7 +32,7 @@ class End(NamedTuple):
 
 
 def train(kind: str, place: str, seed: int = 0) -> End:
-    """GRPO by verl's formula, with std."""
+    """Train GRPO by verl's formula, with std."""
     random = np.random.default_rng(seed)
     shared, anchors = np.zeros(len(LENGTHS)), Anchors(pass_rate=0.9, min_samples=8, window=8)
 
@@ -70,7 +70,9 @@ def train(kind: str, place: str, seed: int = 0) -> End:
 
 
 def test_where_length_collapses() -> None:
-    """Before normalisation an anchor depends on the first group that is all right: five seeds."""
+    """Before normalisation, an anchor depends on the first group whose answers are all correct, so there are five
+    seeds.
+    """
     none = train("none", "after")
     assert (none.tokens > 1000, none.hard > 0.2) == (True, True)
     for kind in ("uniform", "group"):

@@ -1,4 +1,4 @@
-"""Both halves of on-policy distillation together: a batch of six rows, a teacher over HTTP, and the worker's loss."""
+"""Both halves of on-policy distillation: a batch of six rows, a teacher over HTTP, and the worker's loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def teacher() -> Iterator[FakeTeacher]:
 
 NONE, WEIGHTED = CorrectionSpec(), CorrectionSpec.from_mapping({"weight": TIS})
 NESTED = pytest.mark.verl(">=0.8")
-"""Releases whose own loss takes columns that are nested by row."""
+"""Releases whose own loss accepts columns that are nested by row."""
 
 
 def test_only_eligible_rows_are_asked_about_and_each_token_gets_its_own_log_prob(teacher: FakeTeacher) -> None:
@@ -131,7 +131,7 @@ def test_a_column_that_the_loss_needs_and_lacks_stops_before_the_backward_pass(t
 
 
 def test_a_term_that_ignores_the_teacher_is_found(teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K1 as a loss."""
+    """The term is K1 as a loss."""
     from recipe.offpolicy.extensions.opd import signal
 
     def k1(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
@@ -203,7 +203,9 @@ def plan(by: str, start: float, end: float, final: float = 0.0) -> dict[str, Any
 @pytest.mark.parametrize("mode", ["advantage", "loss"])
 @pytest.mark.parametrize("by", ["step", "pass_rate", "gap"])
 def test_a_scheduled_coefficient_is_proved_like_a_smaller_one(mode: str, by: str, teacher: FakeTeacher) -> None:
-    """Three of six rollouts pass. Halfway the update is that of half the coefficient, and at 0 that of none."""
+    """Three of six rollouts pass. Halfway through the schedule, the update is that of half the coefficient; at 0, it is
+    that of no coefficient.
+    """
     constant = Run(teacher.url, mode, step=5, coef=0.5)
     middle = {"step": 5.0, "pass_rate": 0.5, "gap": constant.opd.metrics()["opd/gap/abs_mean"]}[by]
     run = Run(teacher.url, mode, step=5, coef=1.0, schedule=plan(by, middle - 1, middle + 1))
@@ -317,7 +319,7 @@ ALL_ROWS = {"eligible": {"max_pass_rate": 1.0, "rows": "all"}, "max_gap": 1e3}
 
 
 def verls_gradient(run: Run, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Loss and gradient at the flat log-probs of verl's ``distillation_ppo_loss``, on the columns that it reads."""
+    """Loss and gradient of verl's ``distillation_ppo_loss`` at the flat log-probs, with the columns that it reads."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.workers.config import DistillationLossConfig
 
@@ -359,7 +361,7 @@ def test_the_loss_is_verls_k2_beside_the_rewards(teacher: FakeTeacher) -> None:
 
 @NESTED
 def test_advantages_are_verls_k1_as_a_policy_gradient(teacher: FakeTeacher) -> None:
-    """At pi = pi_old; verl's has no term of the rewards then."""
+    """At pi = pi_old; verl's loss then has no term for the rewards."""
     run = Run(teacher.url, "advantage", coef=1.0, **ALL_ROWS)
     _, gradient = our_gradient(run)
     _, of_verl = verls_gradient(run, loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)

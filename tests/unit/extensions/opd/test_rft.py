@@ -1,4 +1,4 @@
-"""Rejection fine-tuning end to end: a served student, its right answers, and the data set in verl's SFT trainer."""
+"""Rejection fine-tuning end to end: a served student, its correct answers, and the data set in verl's SFT trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 class Student(FakeTeacher):
-    """A student that answers "A + B" wrong, right, right in the same words, right in others, and without an end."""
+    """A student that answers "A + B" wrongly, correctly, correctly in the same words, correctly in other words, and
+    without an end.
+    """
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path != "/v1/completions":
@@ -88,7 +90,7 @@ def make(folder: Path, student: Student, *more: str) -> int:
 
 
 def test_right_answers_reach_verls_trainer(folder: Path, student: Student, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 3 prompts 2 are solved, with 2 different answers each; the data set is that of the printed command."""
+    """2 of 3 prompts are solved, with 2 different answers each; the data set is that of the printed command."""
     from verl.trainer.sft_trainer import create_sft_dataset  # which takes seconds to import
 
     pattern = "<think>{response}</think>{last}"

@@ -1,4 +1,4 @@
-"""The section ``opd``, and what is looked at before Ray starts: keys next to it, and the teacher."""
+"""The section ``opd``, and the checks before Ray starts: other keys, and the teacher."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def alike(body: dict[str, Any]) -> list[int]:
-    """The teacher's tokenizer and template are the student's own."""
+    """The teacher's tokenizer and template equal the student's."""
     tokenizer = build_tokenizer("Spell backward:")
     if "messages" in body:
         found: Any = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
@@ -91,7 +91,7 @@ def alike(body: dict[str, Any]) -> list[int]:
 
 
 def restless(by: float) -> Rule:
-    """Scores every second row otherwise."""
+    """A teacher that scores every second row differently."""
     turns = itertools.cycle((0.0, by))
 
     def score(ids: Sequence[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""K1 as an advantage, K2 as a loss: by hand, by enumeration, and against each other."""
+"""K1 as an advantage and K2 as a loss: by hand, by enumeration, and compared with each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEACHER = torch.tensor([[math.nan, -2.0, -0.5], [math.nan] * 3])
 
 
 def test_advantages_by_hand() -> None:
-    """Gaps of 1 and -2.5: coef (t - s), and the others to the bit."""
+    """Gaps of 1 and -2.5: coef (t - s); other advantages are bitwise unchanged."""
     found = advantages(BASE, STUDENT, TEACHER, ON, coef=2.0, max_gap=2.0, scale="none")
     assert found.tolist() == [[0.5, -2.0, 4.0], [1.5, -2.5, 0.125]]
     halved = advantages(BASE, STUDENT, TEACHER, ON, coef=2.0, max_gap=2.0, scale=2.0)
@@ -39,7 +39,9 @@ def test_advantages_by_hand() -> None:
 
 
 def test_the_scale_is_the_root_mean_square_of_the_bounded_gaps() -> None:
-    """Of 1 and -2: sqrt((1 + 4) / 2) = sqrt(2.5). Of 2 and 2.002 each gap is about 1, not 1414 of their deviation."""
+    """For gaps of 1 and -2: sqrt((1 + 4) / 2) = sqrt(2.5). For 2 and 2.002, each scaled gap is about 1, not 1414
+    deviations.
+    """
     found = advantages(BASE, STUDENT, TEACHER, ON, coef=1.0, max_gap=2.0, scale="std")
     assert found[0].tolist() == pytest.approx([0.5, -1.0 / math.sqrt(2.5), 2.0 / math.sqrt(2.5)])
     apart = torch.tensor([[0.0, 2.0, 2.002], [0.0, 0.0, 0.0]])
@@ -50,7 +52,7 @@ def test_the_scale_is_the_root_mean_square_of_the_bounded_gaps() -> None:
 
 
 def test_the_published_normalisation_subtracts_the_mean_first() -> None:
-    """Gaps of 1 and -2: mean -0.5, deviations 1.5 and -1.5, spread 1.5 sqrt(2). Of equal gaps nothing is left."""
+    """Gaps of 1 and -2: mean -0.5, deviations 1.5 and -1.5, spread 1.5 sqrt(2). Equal gaps become 0."""
     found = advantages(BASE, STUDENT, TEACHER, ON, coef=2.0, max_gap=2.0, scale="mean_std")
     assert found[0].tolist() == pytest.approx([0.5, -math.sqrt(2), math.sqrt(2)])
     alike = advantages(BASE, STUDENT, STUDENT - 2.0, ON, coef=2.0, max_gap=5.0, scale="mean_std")
@@ -64,7 +66,7 @@ def test_a_token_that_the_teacher_excludes_counts_as_the_bound() -> None:
 
 
 def test_k2_by_hand_with_a_bound_that_is_linear_beyond() -> None:
-    """Gaps of 1 and -2.5 at a bound of 2: 1/2, and 2 (2.5 - 1)."""
+    """Gaps of 1 and -2.5 with a bound of 2: 1/2, and 2 (2.5 - 1)."""
     assert k2_loss(STUDENT, TEACHER, ON, max_gap=2.0).tolist() == [[0.0, 0.5, 3.0], [0.0] * 3]
     with pytest.raises(ValueError, match="token 0 of row 0 is not a number"):
         k2_loss(STUDENT, TEACHER, ~ON, max_gap=2.0)
@@ -86,7 +88,7 @@ def test_failed_rollouts_of_hard_prompts() -> None:
 
 
 def test_a_reward_at_the_threshold_does_not_pass_in_float32_either() -> None:
-    """0.3 in float32 is 0.30000001."""
+    """In float32, 0.3 is 0.30000001."""
     rewards = torch.tensor([0.3, 0.4]).double()
     assert find_passed(rewards, 0.3).tolist() == [False, True]
     assert eligible(rewards, ["a", "a"], passed_above=0.3, max_pass_rate=0.5).tolist() == [True, False]

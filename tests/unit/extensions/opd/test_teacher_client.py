@@ -1,4 +1,4 @@
-"""Requests to a teacher: which token a log-prob belongs to, and what goes wrong on the way."""
+"""Requests to a teacher: the token to which a log-prob belongs, and faults of the connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.fake_teacher import FakeTeacher, serving
 
 
 def scored(teacher: FakeTeacher, rows: list[Row], **changes: Any) -> tuple[list[list[float]], int]:
-    """Log-probs, and how many requests were sent again."""
+    """Log-probs, and the number of repeated requests."""
     settings = TeacherSettings(urls=changes.pop("urls", (teacher.url,)), **changes)
     client = TeacherClient(settings, "teacher")
     try:
@@ -95,13 +95,13 @@ def test_an_answer_that_is_malformed_names_address_and_sequences(name: str) -> N
 
 
 def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
-    """A connection that ends before the announced length, then a whole answer."""
+    """A connection that ends before the announced length, and then a complete answer."""
     with serving(FakeTeacher(failures=[-1])) as teacher:
         assert scored(teacher, ROWS, retries=1) == ([[-0.01, -0.02], [-0.03]], 1)
 
 
 def test_a_busy_teacher_is_asked_again_when_it_says() -> None:
-    """Twice 429 with a wait of 1 s and a date in the past; without retries it ends in a sentence."""
+    """Two answers 429, with a wait of 1 s and with a date in the past; without retries, the error is one sentence."""
     past = "Wed, 21 Oct 2015 07:28:00 GMT"
     with serving(FakeTeacher(failures=[429, 429], retry_after=["1", past])) as teacher:
         start = time.monotonic()
@@ -161,7 +161,7 @@ SECRET = "t3acher-secret"
 
 @pytest.fixture
 def guarded() -> Iterator[FakeTeacher]:
-    """A server that answers to the right key and team alone, and repeats the wrong ones in its error, as some do."""
+    """A server that accepts only the right key and team, and, like some servers, repeats wrong ones in its error."""
 
     class Guarded(FakeTeacher):
         def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -181,7 +181,7 @@ def keyed(teacher: FakeTeacher) -> TeacherSettings:
 def test_a_refused_key_is_said_nowhere(
     guarded: FakeTeacher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither in the error, which quotes the server's, nor in what this process prints or logs later."""
+    """The key appears neither in the error, which quotes the server, nor in later output or logs of this process."""
     monkeypatch.setenv("KEY_OF_TEACHER", f"{SECRET}-of-before")
     monkeypatch.setenv("TEAM_OF_TEACHER", "rl-team-7")
     client = TeacherClient(keyed(guarded), "teacher")

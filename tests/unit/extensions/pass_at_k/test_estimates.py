@@ -27,7 +27,7 @@ SCHEDULES = [([8, 16, 32, 64], 1), (list(range(1, 65)), 2), ([4, 8, 16, 24], 3)]
 
 
 def stops(looks: list[int], successes: int) -> dict[tuple[int, int], int]:
-    """Orders of samples that end at each (n, c), one sample at a time."""
+    """Count the orders of samples that end at each (n, c), one sample at a time."""
     at, found = {0: 1}, {}
     for n in range(1, looks[-1] + 1):
         at = {c: at.get(c, 0) + at.get(c - 1, 0) for c in range(n + 1) if at.get(c, 0) + at.get(c - 1, 0)}
@@ -128,7 +128,7 @@ def state_chances(
 
 
 def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
-    """Beta(1, 3): p = 1/4, or (1 + 2) / (4 + 4) after 2 of 4; n = 2: 2 p (1 - p) is 3/8 and 15/32."""
+    """Beta(1, 3): p = 1/4, or (1 + 2) / (4 + 4) after 2 of 4; for n = 2, 2 p (1 - p) is 3/8 and 15/32."""
     for k in (1, 3):
         first, second = (5 / 8) ** (k - 1) * 15 / 32, (3 / 4) ** (k - 1) * 3 / 8
         chances = [0.1 + 0.8 * each / (first + second) for each in (first, second)]
@@ -168,7 +168,9 @@ def test_the_fit_or_why_there_is_none() -> None:
 
 @pytest.mark.parametrize(("n", "c"), [([4, 4, 6, 8, 8], [0, 1, 6, 2, 7]), ([8, 8], [1, 7])])
 def test_the_gradient_is_zero_at_the_fit(n: list[int], c: list[int]) -> None:
-    """Likelihood by lgamma alone, moved by one part in a thousand either way; two prompts are enough."""
+    """The likelihood, computed only with lgamma, is evaluated one part in a thousand to either side; two prompts are
+    enough.
+    """
     a, b = fit(n, c)
 
     def value(x: float, y: float) -> float:

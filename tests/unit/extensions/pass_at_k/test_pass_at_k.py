@@ -1,4 +1,4 @@
-"""The extension on verl's own batches: what goes to the workers, the proof, draws, and validation in rounds."""
+"""The extension on verl's own batches: what the workers receive, the proof, draws, and validation in rounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_schedule_goes_back_to_verls_own_to_the_bit() -> None:
 
 
 def test_groups_that_are_too_small_are_silent_and_counted() -> None:
-    """A padding row's group of one, and one that has lost rows."""
+    """A padding row in a group of one, and a group that has lost rows."""
     extension = made("loo")
     found = shape(make_batch([*TWO, ("pad", 1, 0.0), *[("c", 3, 1.0)] * 2, *[("c", 3, 0.0)] * 2]), extension)
     torch.testing.assert_close(found[:8], wanted(TWO, 4, "loo"), atol=1e-6, rtol=0)
@@ -74,7 +74,7 @@ def test_groups_that_are_too_small_are_silent_and_counted() -> None:
 
 
 def test_metrics_of_training() -> None:
-    """1 and 2 of 8 right: pass@1 (1/8 + 2/8) / 2, pass@4 (1/2 + 11/14) / 2; 16 from no group."""
+    """1 and 2 of 8 correct: pass@1 (1/8 + 2/8) / 2, pass@4 (1/2 + 11/14) / 2; pass@16 has no group."""
     extension = made("loo", metric={"k": [1, 4, 16]})
     shape(make_batch([*ONE, *TWO, *[("c", 2, 1.0)] * 8]), extension)
     found = extension.metrics()
@@ -87,7 +87,7 @@ def test_metrics_of_training() -> None:
 
 
 def test_length_comes_after_it_and_its_shift_is_not_divided() -> None:
-    """Together they are their composition by hand."""
+    """Together, they equal their composition by hand."""
     length = LengthPenalty("length_penalty", {"kind": "uniform", "coefficient": 0.01})
     objective = {"objective": "loo"}
     length.begin(OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}, "pass_at_k": objective}))
@@ -148,14 +148,14 @@ def upsampled(prompts: int = 3, **settings: Any) -> tuple[PassAtK, Any]:
 
 
 class Loaded(SimpleNamespace):
-    """Prompts of a batch as the loader made it."""
+    """Prompts of a batch as the loader created it."""
 
     def rows(self, name: str) -> dict[str, Any]:
         return {name: self.batch[name]}
 
 
 def answer(extension: PassAtK, batch: dict[str, Any], right: int, step: int = 1) -> str:
-    """Sample a batch of one prompt and score its 8 rows; returns its number."""
+    """Sample a batch of one prompt, score its 8 rows, and return its number."""
     extension.next_batch(Loaded(step=step, uids=["u"], batch=batch))
     rows: Rows = [("u", 2, float(row < right)) for row in range(8)]
     assert torch.equal(shape(make_batch(rows), extension), shape(make_batch(rows)))
@@ -163,7 +163,7 @@ def answer(extension: PassAtK, batch: dict[str, Any], right: int, step: int = 1)
 
 
 def test_answers_change_the_chances_of_the_next_draws(caplog: pytest.LogCaptureFixture) -> None:
-    """Solved: p = (a + 8) / (a + b + 8) is nearly 1, and a mixed group of 8 less likely than of a new prompt."""
+    """Solved: p = (a + 8) / (a + b + 8) is nearly 1, and a mixed group of 8 is less likely than for a new prompt."""
     extension, loader = upsampled()
     batches = iter(loader)
     first = answer(extension, next(batches), right=8)
@@ -212,7 +212,7 @@ RATES = (0.0, 0.05, 0.5, 1.0, 0.1)
 
 
 class Trainer:
-    """verl's ``_validate``: names prompts by the uid that is there (V0), or by one of its own (V1)."""
+    """verl's ``_validate``, which names prompts by the existing uid (V0), or by a new one (V1)."""
 
     def __init__(self, *, v1: bool, n: int = 4, lost: Mapping[int, int] | None = None) -> None:
         self.v1, self.n, self.lost = v1, n, lost or {}
@@ -296,7 +296,7 @@ def test_rounds_sample_only_prompts_that_are_not_solved(v1: bool) -> None:
 
 
 def test_rounds_are_estimated_by_their_rule_and_verls_keys_are_the_first_rounds() -> None:
-    """All right at once: 1; never: 0; the metrics of verl are those of 4 samples of each prompt."""
+    """All correct at once: 1; never: 0; verl's metrics are those of 4 samples per prompt."""
     trainer, plain = Trainer(v1=True), Trainer(v1=True)
     found = run(trainer, dynamic={"successes": 1, "max_samples": 12})
     assert found["val-core/mean"] == run(plain)["val-core/mean"]

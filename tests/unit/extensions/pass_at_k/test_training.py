@@ -66,7 +66,9 @@ def test_optimal_against_all_deals(rates: list[float], total: int, k: int) -> No
 
 
 def test_hard_prompts_get_more() -> None:
-    """A third rollout of 0.95 adds 4 x 0.05^3 x 0.0475 to pass@4, one of 0.05 adds 4 x 0.95^3 x 0.0475."""
+    """A third rollout adds 4 x 0.05^3 x 0.0475 to pass@4 at a rate of 0.95, and 4 x 0.95^3 x 0.0475 at a rate
+    of 0.05.
+    """
     assert allocate([0.95, 0.05], 16, least=2, most=14) == [2, 14]
     assert allocate([0.95, 0.05], 16, least=2, most=14, k=1) == [8, 8]
     # 0 of 16 under Beta(1, 3): 1 / 20. Rates that a power of 1 - p underflows for, and both ends.
@@ -76,7 +78,7 @@ def test_hard_prompts_get_more() -> None:
 
 
 def test_a_rate_is_the_prompts_own_over_all_prompts_as_a_prior() -> None:
-    """Without a fit Beta(1, 1): (1 + 2) / (2 + 8). Decayed by half: 4 + 8 answers, 1 + 6 right."""
+    """Without a fit, Beta(1, 1): (1 + 2) / (2 + 8). After a decay by half: 4 + 8 answers, 1 + 6 correct."""
     rates = PassRates(0.5)
     assert rates.estimate("new") == 0.5
     rates.add({"a": (8, 2)})
@@ -120,7 +122,9 @@ def numbers(loader: Any) -> list[list[int]]:
 
 
 def test_a_block_holds_no_row_twice_and_goes_by_the_chances() -> None:
-    """The first of two is row i with p_i; the second is j with p_j / (1 - p_i) among the others."""
+    """The first of two is row i with probability p_i; the second is j with probability p_j / (1 - p_i) among the
+    others.
+    """
     sampler = BlockSampler(4, 2, by_hand, seed=0)
     drawn = [sampler.draw() for _ in range(4000)]
     assert all(len(set(block)) == 2 for block in drawn)
@@ -146,7 +150,7 @@ def test_a_resumed_run_draws_what_the_other_would_have(taken: int) -> None:
 
 
 def test_a_block_that_is_taken_one_by_one_goes_on_where_it_was() -> None:
-    """verl's asynchronous modes fetch prompts one at a time; blocks are of the whole batch."""
+    """verl's asynchronous modes fetch prompts one at a time, but blocks contain the whole batch."""
 
     def ones(seed: int) -> Any:
         verls = StatefulDataLoader(dataset=list(range(8)), batch_size=1, drop_last=True, collate_fn=collate)

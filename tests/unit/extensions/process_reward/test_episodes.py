@@ -1,4 +1,4 @@
-"""Episodes of a response, and the answer that is forced behind a prefix."""
+"""Episodes of a response, and the answer that is forced after a prefix."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_region_ends_before_the_token_that_begins_the_end_of_thinking() -> N
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """ " 4" and " 42" are tokens: the second swallows the space that ends a force prompt."""
+    """ " 4" and " 42" are tokens; the second includes the space that ends a force prompt."""
     return build_byte_tokenizer([("Ġ", "4"), ("Ġ4", "2")])
 
 
@@ -96,7 +96,7 @@ def test_the_answers_tokens_are_those_that_overlap_its_characters(tokenizer: Any
 
 
 class Slow:
-    """A tokenizer without offsets, of characters, but for "is " and " 4"."""
+    """A character tokenizer without offsets, which has the tokens "is " and " 4"."""
 
     is_fast = False
     names = ("is", " 4", "2")
@@ -117,7 +117,7 @@ def test_a_tokenizer_without_offsets_is_read_by_the_text_of_its_tokens() -> None
 
 
 def test_pieces_that_read_otherwise_one_by_one_are_found(tokenizer: Any) -> None:
-    """Bytes of one character are no text by themselves, and are left out."""
+    """Single bytes of one character are not text, and are left out."""
 
     class Joining(Slow):
         def decode(self, ids: list[int], **kwargs: Any) -> str:

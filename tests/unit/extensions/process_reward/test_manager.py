@@ -32,7 +32,7 @@ class Output(SimpleNamespace):
 
 
 class Verls:
-    """Stands in for verl's agent loop worker."""
+    """A stand-in for verl's agent loop worker."""
 
     def __init__(self, config: Any, llm_client: Any) -> None:
         self.config, self.llm_client, self.tokenizer = config, llm_client, build_byte_tokenizer([])
@@ -84,7 +84,7 @@ TRUTH = {"ground_truth": "7"}
 
 
 async def sample_and_post(made: Any, found: Any, validate: bool = False, **kwargs: Any) -> None:
-    """What verl does with a row: the agent loop samples it by the worker's client, and its output is posted."""
+    """Do what verl does with a row: the agent loop samples it with the worker's client, and its output is posted."""
     await made.llm_client.generate("sampled", prompt_ids=[1], sampling_params={})
     await made._agent_loop_postprocess(found, validate, **kwargs)
 
@@ -154,7 +154,7 @@ async def reward(response: list[int]) -> float:
 
 
 def test_the_estimate_is_the_mean_reward_of_rollouts_from_the_prefix() -> None:
-    """Seeds are drawn from the source: an even one continues [1] with zeros, an odd one with ones."""
+    """Seeds are drawn from the source: an even seed continues [1] with zeros, an odd seed with ones."""
     found = asyncio.run(continue_prefix([7], [1], 4, sample, reward, samples=400, source=random.Random(0)))
     assert found["mean"] == pytest.approx(0.5, abs=0.1)
     assert found["tokens"] == 400 * 3
@@ -198,7 +198,7 @@ def test_rank_correlation_by_hand() -> None:
 
 
 class Policy:
-    """Answers each request by one token, with the weights of ``version``."""
+    """A policy that answers each request with one token, using the weights of ``version``."""
 
     def __init__(self, version: int = VERSION, stop: str = "completed") -> None:
         self.asked: list[Any] = []

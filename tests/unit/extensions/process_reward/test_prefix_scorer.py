@@ -1,4 +1,4 @@
-"""Values against an engine by hand: three tokens, and every way in which vLLM's answer can be unusable."""
+"""Values compared with a hand-computed engine: three tokens, and every kind of unusable answer of vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ FORCE = [B]
 
 
 class Characters:
-    """A tokenizer of the characters 1 (A), 2 (B) and $ (the end); digits, for a letter before a marker hides it."""
+    """A tokenizer of the characters 1 (A), 2 (B) and $ (the end); digits are used because a letter before a marker
+    would hide it.
+    """
 
     is_fast, eos_token_id = True, EOS
     text = "12$"
@@ -45,7 +47,7 @@ class Characters:
 
 
 def log_prob(context: list[int], token: int) -> float:
-    """A policy by hand: p(1) = (1 + ones so far) / (3 + length), the others share the rest."""
+    """A policy by hand: p(1) = (1 + ones so far) / (3 + length), and the others share the rest."""
     p = (1 + context.count(A)) / (3 + len(context))
     return math.log(p if token == A else (1 - p) / 2)
 
@@ -98,7 +100,7 @@ def row(**changed: Any) -> Row:
 
 
 def value(prefix: list[int], answer: list[int]) -> float:
-    """Mean log-prob of the answer by hand."""
+    """Mean log-prob of the answer, by hand."""
     context = prefix + FORCE
     return sum(log_prob(context + answer[:k], answer[k]) for k in range(len(answer))) / len(answer)
 
@@ -139,7 +141,7 @@ def garbage(fields: dict[str, Any], places: range) -> None:
 
 
 def test_positions_from_the_cache_are_not_read_and_the_answer_behind_them_is() -> None:
-    """Two tokens of each prompt come from the cache: their entries mean nothing."""
+    """Two tokens of each prompt come from the cache, so their entries are meaningless."""
 
     def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
         if not sampling["skip_reading_prefix_cache"]:
@@ -189,7 +191,7 @@ def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unsc
 
 
 def test_a_row_whose_values_are_of_two_versions_is_scored_anew() -> None:
-    """The second of nine answers is by newer weights; the engine then is back at the row's."""
+    """Newer weights give the second of nine answers; then the engine returns to the row's weights."""
     engine = Engine(version=lambda number: 4 if number == 1 else 3)
     found = score(engine, row())
     assert (found.version, found.requests, found.error) == (3, 6, None)

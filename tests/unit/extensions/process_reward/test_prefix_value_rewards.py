@@ -1,4 +1,4 @@
-"""The extension on the batches of both trainers, around GRPO and around an estimator by token."""
+"""The extension on the batches of both trainers, with GRPO and with a per-token estimator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scores() -> Tensor:
 
 
 class Forward:
-    """The trainer's own forward pass: every log-prob is that of the engine, moved by ``off``."""
+    """The trainer's own forward pass: every log-prob is the engine's, shifted by ``off``."""
 
     def __init__(self, off: float = 0.0) -> None:
         self.off, self.asked = off, [tuple[list[int], list[int]]] * 0
@@ -69,7 +69,7 @@ def v0(sent: list[Any], forward: Any) -> Any:
 
 
 def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With a row of padding at the end."""
+    """A batch with a padding row at the end."""
 
     def nested(rows: Tensor, pad: Tensor) -> Tensor:
         return nest([*(row[:n] for row, n in zip(rows, LENGTHS, strict=True)), pad])
@@ -87,7 +87,7 @@ def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=["v0", "v1"])
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the view of a batch with what agent loops sent."""
+    """Build the view of a batch with the data from agent loops."""
 
     def make(sent: list[Any] = SENT, forward: Any = None) -> Any:
         forward = forward or Forward()
@@ -111,7 +111,7 @@ def grpo(rewards: Tensor) -> Tensor:
 
 
 def run(view: Any, made: PrefixValueRewards, seen: list[Tensor] | None = None) -> Tensor:
-    """Advantages of a step, around verl's GRPO."""
+    """Return the advantages of a step, computed by verl's GRPO between the hooks."""
 
     def estimator() -> None:
         name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
@@ -128,7 +128,7 @@ def run(view: Any, made: PrefixValueRewards, seen: list[Tensor] | None = None) -
 
 
 def process(normalize: str = "zscore") -> Tensor:
-    """Process advantages from utilities by hand."""
+    """Process advantages from utilities, by hand."""
     u = torch.tensor([[0, 0.5, 0, 0.8], [-0.2, 0, -1.3, 0], [0, 0, 0.5, -0.4], [0, 0.4, 0, 0]])
     return token_advantages(u, u != 0, UIDS, MASK, normalize=normalize)
 
@@ -143,7 +143,7 @@ WASTED = torch.tensor([[0, 0, 0, 0], [0.1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_a_wasted_episode_lowers_its_tokens_and_earlier_ones(build: Any) -> None:
-    """|U| <= 0.25 only in row 1, whose first episode is one token: it loses coef x penalty."""
+    """|U| <= 0.25 only in row 1, whose first episode is one token, so it loses coef x penalty."""
     settings: dict[str, Any] = {"normalize": "none", "coef": 0.5}
     found = run(build(), made := extension(**settings, waste={"within": 0.25, "penalty": 0.2}))
     torch.testing.assert_close(run(build(), extension(**settings)) - found, WASTED)
@@ -155,7 +155,7 @@ def test_a_wasted_episode_lowers_its_tokens_and_earlier_ones(build: Any) -> None
 
 
 def test_a_monte_carlo_check_is_a_metric_and_its_absence_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """V -0.2, -1.7, -1.1 and -1.2 against means 0.9, 0.1, 0.3 and 0.2: ranks 4, 1, 3, 2 both."""
+    """V -0.2, -1.7, -1.1 and -1.2 compared with means 0.9, 0.1, 0.3 and 0.2: both have ranks 4, 1, 3, 2."""
     settings = {"monte_carlo": {"every": 2, "share": 1.0}}
     chosen = [(2, 0.9), (1, 0.1), (1, 0.3), (1, 0.2)]
     sent = [
@@ -196,7 +196,7 @@ def test_an_estimator_by_token_gets_normalised_utilities_among_its_rewards(build
 
 
 def test_rows_that_left_their_group_are_silent_and_in_no_statistic_of_it(build: Any) -> None:
-    """Row 1 is rejected: row 0 is alone in its group, whose two utilities are 0.5 and 0.8."""
+    """Row 1 is rejected, so row 0 is alone in its group; its two utilities are 0.5 and 0.8."""
     view = build()
     padded = not isinstance(view, DataProtoBatch)
     view.regroup(["a", "a#1", "b", "b", *["pad"] * padded], [False, True, False, False, *[False] * padded])

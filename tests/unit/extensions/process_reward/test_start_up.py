@@ -1,4 +1,4 @@
-"""Start-up checks: each refusal names key and reason, and its override fixes it."""
+"""Start-up checks: each error names key and reason, and its override fixes it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(**changed: Any) -> DictConfig:
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer of bytes, in which the force prompt has 24 tokens."""
+    """The byte tokenizer, in which the force prompt has 24 tokens."""
     monkeypatch.setattr(start_up, "load_tokenizer", lambda path: build_byte_tokenizer([]))
 
 
@@ -75,7 +75,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
     ],
 )
 def test_what_it_cannot_stand_beside_is_refused(key: str, value: Any, reason: str, override: str) -> None:
-    """Lengths: 64 + 64 + 24 of the force prompt + 32 of the answer + 1 that is decoded."""
+    """Lengths: 64 + 64 + 24 of the force prompt + 32 of the answer + 1 decoded token."""
     (found,) = problems(config(**{key: value}))
     assert (found.key, found.verdict) == (key, "ERROR")
     assert reason in str(found)

@@ -1,4 +1,4 @@
-"""Utilities of episodes: where they stand, the advantages and metrics that they make, and the proof."""
+"""Utilities of episodes: their positions, the advantages and metrics computed from them, and the proof."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_utilities_stand_at_the_last_token_of_their_episode() -> None:
 
 @pytest.mark.parametrize("ends", [[2, 3], [2, 5], [2]])
 def test_values_that_do_not_fit_a_row_were_mixed_up(ends: list[int]) -> None:
-    """Token 2 is a tool's, token 4 does not exist, and two values want one episode."""
+    """Token 2 is a tool's, token 4 does not exist, and two values claim the same episode."""
     with pytest.raises(LivenessError, match=r"sequence 0 .* mixed up"):
         build_utilities([RowValues(ends=ends, values=[-1.0, -1.0, -1.0])], MASK[:1])
 
@@ -102,7 +102,7 @@ def test_utilities_of_a_group_by_hand(normalize: str, first: list[float], second
 
 
 def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
-    """A tool's tokens stand in the middle."""
+    """A tool's tokens are in the middle of the row."""
     u, at = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[False, False, False, True]])
     found = token_advantages(u, at, ["a"], torch.tensor([[1, 0, 0, 1]]), normalize="none")
     assert found.tolist() == [[1.0, 0.0, 0.0, 1.0]]
@@ -163,7 +163,7 @@ def deal(values: Tensor) -> Tensor:
 
 
 def test_moved_utilities_change_advantages() -> None:
-    """The second row has one episode, and shows nothing."""
+    """The second row has one episode, so it shows nothing."""
     assert check_moved(FOUND, deal, [0, 1, 2]) == 2
 
 

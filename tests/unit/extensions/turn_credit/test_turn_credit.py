@@ -1,4 +1,6 @@
-"""Turn-level credit on verl's own batches: tool tokens, rewards of agent loops, several rows per rollout, start-up."""
+"""Turn-level credit on verl's own batches: tool tokens, rewards of agent loops, several rows per rollout, and
+start-up.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def test_a_reward_after_the_last_turn_counts_for_it_and_a_row_without_tokens_has
 
 
 def test_a_rollout_of_several_rows_is_one_sequence_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On V1 session 0 has two rows, of 2 and 1 turns; the last row has the score. Padding rows are left out."""
+    """On V1, session 0 has two rows, of 2 and 1 turns, and the last row has the score. Padding rows are left out."""
     masks = [[1, 0, 1], [1, 1], [1, 0, 1, 0, 1], [1]]
     tools = [[1.0, 0.0], [], [0.0, 0.5], [7.0]]
     scores = [[0.0, 0.0, 2.0], [0.0, 2.0], [0.0] * 5, [5.0]]

@@ -1,4 +1,4 @@
-"""Commands that measure one cost each run at a small size, and what all benchmarks share; no time is asserted."""
+"""Commands that each measure one cost, run at a small size, and what all benchmarks share; no time is asserted."""
 
 from __future__ import annotations
 

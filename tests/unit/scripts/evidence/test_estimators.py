@@ -1,4 +1,6 @@
-"""The enumerated evidence: its figures by hand, that no option is missing, and that what it asserts can fail."""
+"""The enumerated evidence: its figures by hand, a check that no option is missing, and a check that its assertions can
+fail.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SMALL = EvidenceSettings(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small tensors are quicker on one, above all where others use the same cores."""
+    """Small tensors are faster with one thread, especially if other processes use the same cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What the injected faults do to weights, log-probs and the engine's prefix cache."""
+"""The effect of the injected faults on weights, log-probs and the engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_rounding_keeps_as_many_bits_as_it_says(inject: ModuleType) -> None:
-    """Three bits next to the leading one: between 1 and 2 the steps are eighths, between 2 and 4 quarters."""
+    """Three bits after the leading one: steps are eighths between 1 and 2, and quarters between 2 and 4."""
     weight = torch.tensor([1.0, 1.06, 1.07, 1.9, 2.1, 2.2, -1.07, 0.0, 1e-8])
     assert inject.rounded(weight, 3)[:8].tolist() == [1.0, 1.0, 1.125, 1.875, 2.0, 2.25, -1.125, 0.0]
     assert inject.rounded(weight, 3)[8] == pytest.approx(1e-8, rel=1 / 16)

@@ -1,4 +1,4 @@
-"""The project and the checkout that a test of copying begins with."""
+"""The project and the checkout with which a test of copying begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.fork_copy import PROJECT, commit, put
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small project of the real one's shape, with litter, as what is copied."""
+    """A small project with the real project's structure, and with unrelated files."""
     root = put(tmp_path / "project", PROJECT)
     (root / "recipe" / "offpolicy" / "config").symlink_to("../../configs")
     (root / "recipe" / "offpolicy" / "run.sh").chmod(0o755)
@@ -28,6 +28,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Path:
-    """A verl checkout in git, with a file of the user's."""
+    """A verl checkout in git, with a file of the user."""
     files = {"verl/__init__.py": "", "verl/version/version": "0.9.1\n", "mine.py": "mine\n"}
     return commit(put(tmp_path / "fork", files))

@@ -1,4 +1,4 @@
-"""Copying into a checkout and back: nothing of the user's is touched."""
+"""Copying into a checkout and back changes none of the user's files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_files_of_the_users_are_never_overwritten(
 def test_an_edit_stops_an_update_unless_it_is_forced(
     project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is not committed stops it anyway: git would not have its content."""
+    """An uncommitted edit stops the update in any case, because git would not have its content."""
     copy(fork)
     put(fork, {"recipe/offpolicy/main.py": "edited\n"})
     put(project, {"verl_patches/__init__.py": "newer\n"})
@@ -92,7 +92,7 @@ def test_an_edit_stops_an_update_unless_it_is_forced(
 
 @pytest.fixture
 def submodule(fork: Path, tmp_path: Path) -> Path:
-    """The fork as verl is: a git repository whose `recipe` is a populated submodule; its path."""
+    """A fork as verl is structured: a git repository whose `recipe` is a populated submodule; returns its path."""
     recipes = put(tmp_path / "recipes", {"dapo/main_dapo.py": "x\n", "README.md": "r\n"})
     git(fork, "submodule", "--quiet", "add", str(commit(recipes)), "recipe")
     commit(fork)

@@ -1,4 +1,4 @@
-"""Folders, links and manifests on which nothing is written."""
+"""Folders, links and manifests for which nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the smoke test says of each way in which a step can fail."""
+"""What the smoke test reports for each way in which a step can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU report on a CPU: its dry run, and what becomes of it where something is missing."""
+"""The GPU report on a CPU: its dry run, and its results if something is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_command(out: Path, *arguments: str) -> list[str]:
 
 
 def report(out: Path, *arguments: str, **environment: str) -> tuple[int, Any, str]:
-    """Exit status, what was written, and what was printed."""
+    """Return the exit status, what was written, and what was printed."""
     environment = {**os.environ, "VENV": sys.prefix, **environment}
     done = subprocess.run(build_command(out, *arguments), env=environment, capture_output=True, text=True, timeout=800)
     written = json.loads(out.read_text()) if out.is_file() else None

@@ -1,4 +1,4 @@
-"""Nothing that a run started may stay: processes, daemons, shared memory."""
+"""Nothing that a run started may remain: processes, daemons, shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def in_a_supervisor(body: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process of its own, because it ends all of its descendants."""
+    """Run code in a new process, because it ends all of its descendants."""
     code = "from scripts.quickstart.processes import *\nimport os, subprocess, time\n" + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 

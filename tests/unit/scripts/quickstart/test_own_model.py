@@ -1,4 +1,4 @@
-"""A model of the user's in the quickstart: the bucket of its weights, and folders that cannot be trained."""
+"""A user's model in the quickstart: the bucket for its weights, and folders that cannot be trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def save_folder(folder: Path, **tensors: torch.Tensor) -> Path:
-    """A folder with all that is asked for; its embedding has 3072 x 2048 elements, 24 MiB in float32."""
+    """A folder with everything that is needed; its embedding has 3072 x 2048 elements, 24 MiB in float32."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
@@ -36,7 +36,7 @@ def read_bucket(folder: Path, *overrides: str) -> list[str]:
 
 
 def test_the_bucket_holds_the_embedding_in_float32_whatever_the_files_hold(tmp_path: Path) -> None:
-    """24 MiB of float32, saved as bfloat16, and one more for verl's alignment; tied or not."""
+    """24 MiB of float32, saved as bfloat16, plus one for verl's alignment; tied or not."""
     assert read_bucket(save_folder(tmp_path)) == [f"{own_model.BUCKET}=25"]
     head = {EMBEDDING: torch.zeros(3072, 2048), "lm_head.weight": torch.zeros(3072, 2048)}
     assert read_bucket(save_folder(tmp_path, **head)) == [f"{own_model.BUCKET}=25"]

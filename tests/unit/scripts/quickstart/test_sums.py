@@ -1,4 +1,6 @@
-"""The quickstart's task with process rewards: chains whose steps are verified, and what is said of their utilities."""
+"""The quickstart's task with process rewards: chains whose steps are verified, and the statements about their
+utilities.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart's questions, their scores, and the model that is asked."""
+"""The quickstart's questions, their scores, and its model."""
 
 from __future__ import annotations
 

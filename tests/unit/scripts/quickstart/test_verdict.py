@@ -17,7 +17,7 @@ SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
 
 
 def made_up(before: float | None, after: float | None, proved: float = 1.0, steps: int = 4) -> History:
-    """A run whose reward rises by 0.1 a step from 0.3."""
+    """A run whose reward rises by 0.1 per step from 0.3."""
     records: list[tuple[int, dict]] = [(0, {} if before is None else {SCORE: before})]
     for step in range(1, steps + 1):
         data = {

@@ -1,4 +1,4 @@
-"""What tests of the evidence on collapse share."""
+"""Fixtures of the tests of the evidence on collapse."""
 
 from __future__ import annotations
 

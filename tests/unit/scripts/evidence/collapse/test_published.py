@@ -1,4 +1,4 @@
-"""The committed results, and what the pages and the figure say of them."""
+"""The committed results, and the statements of the pages and the figure about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts on the hypotheses, from results alone."""
+"""Verdicts on the hypotheses, computed only from results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def test_eight_equal_differences_are_as_significant_as_eight_can_be() -> None:
 
 
 def test_sign_flips_by_hand() -> None:
-    """Of the patterns of (3, 1, -1): sums 3, 1, 5, 3, and the same below 0; six of eight are at least 3 off 0."""
+    """The sign patterns of (3, 1, -1) have the sums 3, 1, 5, 3 and their negatives; six of eight are at least
+    3 from 0.
+    """
     assert sign_flip([3.0, 1.0, -1.0]) == 6 / 8
     assert sign_flip([3.0, 1.0, -1.0], two_sided=False) == 3 / 8
     assert sign_flip([0.0, 0.0]) == 1.0
