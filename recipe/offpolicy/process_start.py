@@ -1,4 +1,4 @@
-"""How this package's programs start: ``--help`` before slow imports, and settings that make the imports fast."""
+"""Starts this package's programs: answers ``--help`` before slow imports, and makes the imports fast."""
 
 from __future__ import annotations
 

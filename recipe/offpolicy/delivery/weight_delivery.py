@@ -44,7 +44,7 @@ logger = logging.getLogger("verl.offpolicy")
 NAMED = 6
 """Maximum number of tensor names in an error message."""
 FEWEST = 64
-"""Number of updates without a synchronisation that stop a run before its usual interval is known."""
+"""A run stops after this number of updates without a synchronisation, if its usual interval is not yet known."""
 SEEN_OVER = 3
 """Number of recent updates over which the share that survives the engine's rounding is computed; the run warns if it is
 below ``LEAST_SEEN``."""

@@ -147,7 +147,11 @@ def _add_group(fix: str) -> str:
 
 
 def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -> Iterator[Problem]:
-    """Remove this package's keys from a configuration that uses none of its options; yield a problem for each key."""
+    """Remove the keys of this package from a configuration that uses none of its options.
+
+    Yields:
+        A problem for each removed key that has a value.
+    """
     fix = _BRING
     groups = {group for group in list_groups() if any(each.lstrip("+").startswith(f"{group}=") for each in overrides)}
     taken: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, sorted({*list_sections(), *groups})))

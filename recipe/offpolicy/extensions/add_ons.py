@@ -278,7 +278,7 @@ class AddOns:
         for name, why in self.unproved.items():
             self._judged[f"offpolicy/live/{name}"] = float(why is None)
             if why is not None and not rest and waited & (waited - 1) == 0:
-                logger.warning("%s is still not proved after %d updates: %s", name, self._updates, why)
+                logger.warning("%s is still unproved after %d updates: %s", name, self._updates, why)
 
     def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
         """Compare the rows that reached the loss with the rows that were sent and not removed from the update.

@@ -59,7 +59,7 @@ def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings:
 
 
 def read_noted_keys(config: DictConfig) -> dict[str, Any]:
-    """Read the keys that a checkpoint records; if nothing is calibrated, read only the key that shows that."""
+    """Read the keys that a checkpoint records; if nothing is calibrated, read only the key that says so."""
     values = _read_values(config)
     if not _is_on(values):
         return {"target_kept": None}

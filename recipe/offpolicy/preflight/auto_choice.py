@@ -331,7 +331,7 @@ def _choose_routing(setup: Setup, chosen: Selection) -> None:
     replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
     on, fresh = replay != "disabled", setup.mode == "sync"  # gsm rejects stale rows
     if setup.objective == "gspo" and on:
-        chosen.reasons.append(f"setup.model=moe: {LOSS_MODE}=gspo, instead of routing replay {replay}.")
+        chosen.reasons.append(f"setup.model=moe: {LOSS_MODE}=gspo makes routing replay {replay} unnecessary.")
         return
     unavailable = on and setup.replay_mode is None
     line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {_REPLAY[replay]}"

@@ -75,7 +75,7 @@ class LogProbEvidence:
 
 
 def find_log_probs(target: str) -> LogProbEvidence:
-    """Search a class, and the code outside verl that it uses, for returned log-probs.
+    """Find out whether a class, or the code outside verl that the class uses, returns log-probs.
 
     Args:
         target: the class by its dotted name.

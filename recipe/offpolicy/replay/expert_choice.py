@@ -84,7 +84,7 @@ class RouterSlot:
         self.armed = self.ids = self._rows = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward of the module that chooses the experts.
+        """Run the forward pass of the module that chooses the experts.
 
         Raises:
             ReplayError: the module did not choose experts exactly once, or is recomputed for a backward while armed

@@ -324,9 +324,9 @@ class CompiledBatch:
         return self._rows.to_given_layout(torch.where(keep, self._mask, torch.zeros_like(self._mask))), gone
 
     def _read_parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
-        """Yield rows, their tokens, and ``tokens`` of the loops: the whole batch, or about ``_BLOCK`` tokens at a time.
+        """Yield the parts of the batch: their rows, their tokens, and the arrays that the compiled loops read.
 
-        The batch is split only if a tensor must be converted.
+        The whole batch is one part, unless a tensor must be converted; each part then has about ``_BLOCK`` tokens.
         """
         pairs, count = list(zip(self._given, self._dtypes, strict=True)), self._rows.count
         in_place = all(each.dtype == dtype and each.is_contiguous() for each, dtype in pairs)

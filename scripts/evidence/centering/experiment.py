@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def list_runs() -> Iterator[Planned]:
-    """List all runs seed by seed; the seed is for the order of the questions and for sampling."""
+    """List all runs, seed by seed; the seed determines the order of the questions and the sampling."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         yield from (Planned(setting=arm, seed=seed, seconds=45) for arm in ARMS)
 

@@ -93,7 +93,7 @@ ARMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Planned):
-    """One run of an arm; the seed is for the order of the data, because vLLM's sampling has no seed."""
+    """One run of an arm; the seed determines only the order of the data, because vLLM's sampling has no seed."""
 
     arm: Arm
 

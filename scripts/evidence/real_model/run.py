@@ -1,4 +1,4 @@
-"""Executes the runs of the evidence on SmolLM2-135M-Instruct, one after another; finished runs are not repeated.
+"""Runs the experiments with SmolLM2-135M-Instruct, one after another, and skips those that have finished.
 
     python scripts/evidence/real_model/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/real_model/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3

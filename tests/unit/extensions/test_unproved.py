@@ -63,10 +63,10 @@ def test_what_never_acts_is_said_at_doubling_intervals(name: str, caplog: pytest
     updates = Updates(make())
     assert {updates.take(idle) for _ in range(11)} == {0.0}
     assert [f"after {count} updates: {said}" in caplog.text for count in (5, 10)] == [True] * 2
-    assert caplog.text.count("is still not proved") == 2
+    assert caplog.text.count("is still unproved") == 2
     assert [updates.take(acting) for _ in range(3)][-1] == 1.0
     assert {updates.take(idle) for _ in range(6)} == {1.0}
-    assert caplog.text.count("is still not proved") == 2
+    assert caplog.text.count("is still unproved") == 2
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
 
 
 def withdraw_staleness(delivery: Sequence[Cause], causes: Sequence[Cause], *, stale: bool) -> list[Cause]:
-    """Withdraw a verdict of stale weights if rounded updates explain it.
+    """Withdraw a verdict of stale weights if updates lost to rounding explain it.
 
     Updates that the engine's dtype rounds away make the KL grow from step to step, just as older weights do. If all
     weights were delivered and no token is recorded as ``stale``, the growth is therefore not a sign of older weights.

@@ -243,7 +243,7 @@ def _describe_missing(state: RowState, first: NDArray[np.bool_], fresh: NDArray[
         why, fix = "no row was recorded at mini_batch 0, where pi is pi_old", "from the first gradient step on"
     elif not fresh.any():
         oldest = int(state.staleness[first].min())
-        why = f"all rows at mini_batch 0 were sampled by older weights (staleness {oldest} or more)"
+        why = f"all rows of mini-batch 0 were sampled by older weights (staleness {oldest} or more)"
         fix = "in a synchronous run"
     elif np.isnan(state.apart[fresh]).all():
         why, fix = "no row at mini_batch 0 has a token with a finite log_prob and old_log_prob", "of other steps"

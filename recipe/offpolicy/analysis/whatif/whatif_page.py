@@ -293,9 +293,10 @@ MEANINGS = {
     ),
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
-        "norm of the corrected gradient weights f A = weight x keep x r x advantage relative to the norm of the "
-        "uncorrected r A, where r is PPO's pi/pi_old, or 0 where PPO clips: the effect on the learning rate if token "
-        "gradients had equal norms and were uncorrelated. denominator=kept multiplies f by its scale."
+        "norm of the corrected gradient weights f A, where f = weight x keep x r, divided by the norm of the "
+        "uncorrected gradient weights r A. A is the advantage, and r is PPO's pi/pi_old, or 0 where PPO clips. This is "
+        "the effect on the learning rate if token gradients had equal norms and were uncorrelated. With "
+        "denominator=kept, f also contains the scale of that option."
     ),
     "bias by token": (
         "relative distance of the gradient weights from those with the untruncated pi/mu of each token: the largest "

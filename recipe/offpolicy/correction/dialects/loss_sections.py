@@ -114,7 +114,7 @@ def _convert_prime_rl(options: Options) -> dict[str, Any]:
     if kind == "kimi_k15":
         regularizer = f"{_PRIME}.sequence_regularizer"
         if options.flag(regularizer):
-            raise options.refuse(regularizer, "a row's squared sum has no equivalent here.", "Set it to false.")
+            raise options.refuse(regularizer, "the square of a row's sum has no equivalent here.", "Set it to false.")
         coefficient = numbers["tau"] / 2
     else:
         plain["weight"], coefficient = build_weight("token", None, None, ratio="full"), numbers["kl_tau"]

@@ -244,7 +244,7 @@ class WordExpander:
             return values
         if kind == "?":
             self._note_unset(asked.name)
-            why = f"${asked.name} is not set, and the script ends without it"
+            why = f"${asked.name} is not set, and the script exits if it is missing"
             return [Unknown(why, line, unset=asked.name, required=True)]
         if (value := self.expand_text(asked.word, line)) == "":
             self._note_unset(asked.name)

@@ -242,8 +242,8 @@ class LengthPenalty(AdvantageExtension):
         start = classes.from_step
         if start is not None and self._classes is None and self._step > start + self._every:
             return (
-                f"no prompt is easy or hard, because no validation since step {start} had {classes.samples} answers to "
-                f"such a prompt ({section}.classes.samples)."
+                f"no prompt can be classified as easy or hard, because no validation since step {start} had at least "
+                f"{classes.samples} answers to any prompt ({section}.classes.samples)."
             )
         return None
 

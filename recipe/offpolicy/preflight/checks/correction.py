@@ -1,4 +1,4 @@
-"""Checks of the correction itself: bounds, aggregates, pi_old, KL, denominator and baseline against verl's keys."""
+"""Checks of the correction itself (bounds, aggregates, pi_old, KL, denominator, baseline) against verl's keys."""
 
 from __future__ import annotations
 
