@@ -9,7 +9,7 @@ inside a `try` that contains other statements. Annotations of functions are not 
 evaluated, because dataclasses read them.
 
 tensordict, which verl's protocol needs, imports two decorators from PyTorch's compiler, which is slow to import. These
-decorators affect only compiled code, so tensordict receives decorators that do nothing instead. Other names in
+decorators affect only compiled code, so tensordict receives no-op decorators instead. Other names in
 `torch._dynamo` still come from the compiler.
 """
 

@@ -115,7 +115,7 @@ VLLM = ("0.24.0", "0.28.0", "0.31.0")
 FLASH_ATTN = "2.8.3"
 """Release of flash-attn that verl 0.9.1 pins; no run has used it yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
-"""Versions of verl's tag v0.8.0: the one in its version file, and the one in pip."""
+"""Version strings of a checkout of verl's tag v0.8.0: in its version file, and as reported by pip."""
 
 
 def release_of(version: str) -> str:

@@ -94,7 +94,7 @@ def draw_offsets(tokens: int, mean: int) -> Tensor:
 
 
 def nest(values: Tensor, offsets: Tensor) -> Tensor:
-    """Convert values that are stored end to end to tensors nested by row."""
+    """Split packed values into the rows of nested tensors."""
     lengths = offsets.diff()
     least, most = int(lengths.amin()), int(lengths.amax())
     return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=least, max_seqlen=most)

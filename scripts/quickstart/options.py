@@ -239,7 +239,7 @@ def needs_teacher(overrides: Sequence[str]) -> bool:
 
 
 def build_task_overrides(options: Options, overrides: Sequence[str]) -> list[str]:
-    """Build the overrides that the task, the model and the user's overrides make necessary."""
+    """Build the overrides that the task, the model and the user's overrides require."""
     found = [*TASKS[options.task].overrides]
     if options.task == "free_length":
         found += build_length_overrides(overrides)

@@ -19,7 +19,7 @@ FORCE_PROMPT = "</think>\n\nThe answer is "
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
 ) -> float | dict[str, float]:
-    """Score one answer by the kind of its question: sums by chains, sums of two digits, or words.
+    """Score one answer by the kind of its question: a chain of sums, a sum of two digits, or a word.
 
     Args:
         data_source: "sums" or "reasoning_gym/<family>".

@@ -189,7 +189,7 @@ def _register_for_cpu() -> None:
                 count += 1
     if not count:
         raise PatchError(REGISTER.moved(f"no engine for {_VARIABLE}={device!r}", "engines to be registered by device"))
-    logger.info("patch %s in force: %d engines of %s serve cpu", REGISTER.name, count, device)
+    logger.info("patch %s is active: %d engines registered for %s also run on the CPU", REGISTER.name, count, device)
 
 
 def _serve_cpu() -> bool:

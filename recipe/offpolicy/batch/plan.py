@@ -49,7 +49,7 @@ PROVE = "offpolicy_prove"
 """Key of the (B,) int64 column that requests proofs: 1 if a row's micro-batch must be proved, 2 if it must also run
 trials. The column is read only if ``SharedPlan.prove`` is true."""
 PROVE_EVERY = "offpolicy.prove_every"
-"""Configuration key of the number of updates between two proofs."""
+"""Configuration key for the number of updates between two proofs."""
 UID = "offpolicy_uid"
 """Key of the (B, L) uint8 column with each row's uid in zero-padded UTF-8; sent only if verl sends no uid to the
 loss."""

@@ -223,7 +223,7 @@ def compare(
         name, row = names[at], int(broken[at].nonzero()[0])
         of_rows = f"{counts[at]} of {len(mask)} sequences of the micro-batch"
         if name == PLAN_HASH:
-            raise SealError(f"the plan of another update reached the loss with {of_rows}.{_END}")
+            raise SealError(f"the loss received the plan of another update with {of_rows}.{_END}")
         there = mask[row].bool()
         ids = tokens[row][there]
         begins = f"begins with the ids {ids[:4].tolist()}"

@@ -163,7 +163,7 @@ def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[
 class FlatStatistics(Mapping[str, Statistic]):
     """Statistics by name, stored in only two plain objects regardless of their number: a layout and the numbers.
 
-    Separate objects for the statistics of all ranks would make garbage collection slower than the computation itself. A
+    One object per rank and statistic would make garbage collection slower than the computation itself. A
     layout is unpickled only once, because ranks and steps usually share it.
 
     Attributes:

@@ -55,8 +55,9 @@ Level = Literal["token", "sequence", "turn", "version", "prefix"]
 class Units:
     """A partition of each row's tokens; at level ``prefix``, a unit is a token with all valid tokens before it.
 
-    Values per unit are a column for level ``sequence`` (see ``RowLayout``), otherwise a tensor of tokens: a row of T
-    tokens has at most T units, and reading the exact number on the host would synchronise with the device. Units
+    For level ``sequence``, the values of the units are a column (see ``RowLayout``). For other levels, they have one
+    slot per token, because a row of T tokens has at most T units, and counting them on the host would synchronise with the
+    device. Units
     without a valid token sum to 0.
 
     Attributes:

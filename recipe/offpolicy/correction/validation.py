@@ -258,7 +258,7 @@ def _meant(key: str, value: Any) -> dict[str, Any]:
 
 
 def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
-    """Read ``lower`` <= ``upper``; either can be None for an open side.
+    """Read ``lower`` and ``upper``, and check that ``lower`` <= ``upper``; None leaves a side unbounded.
 
     Example:
         >>> read_ordered_bounds({"lower": None, "upper": 0.2}, "correction.masks.kl")

@@ -159,7 +159,7 @@ def sum_by_bin(edges: tuple[float, ...], distance: Tensor, columns: Tensor) -> T
 
 
 def count_by_bin(distance: Tensor, counted: Tensor) -> Tensor:
-    """Count, as (len(EDGES) + 1,) float64, the units of a mask that are flagged in ``counted``, by their distance."""
+    """Compute a histogram, by distance, of the units of a mask that ``counted`` flags; (len(EDGES) + 1,) float64."""
     return sum_by_bin(EDGES, distance, counted[None])[0]
 
 

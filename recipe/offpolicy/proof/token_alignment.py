@@ -243,7 +243,7 @@ class AlignmentChecker:
 
 
 def find_shift(count: PairCounts) -> int:
-    """Find the lag, -1 or 1, at which both policies agree better than at lag 0; 0 if there is no such lag."""
+    """Find the lag, -1 or 1, at which the two policies agree more than at lag 0; 0 if there is no such lag."""
     alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if count.is_enough(lag) else -2.0)
     # Pairs within a row are dependent, so 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))

@@ -251,8 +251,8 @@ def _verify_gradient(proofs: Sequence[Proof]) -> float:
         # This form also fails for NaN.
         if not proof.gradient_error <= proof.tolerance:
             raise LivenessError(
-                f"the gradient at the log-probs is not weight * keep * verl's gradient (plus terms of extensions): "
-                f"relative error {proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
+                f"the gradient with respect to the log-probs is not weight * keep * verl's gradient (plus extension "
+                f"terms): relative error {proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
             )
     return max(proof.gradient_error or 0.0 for proof in proofs)
 

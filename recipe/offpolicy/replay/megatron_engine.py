@@ -217,8 +217,8 @@ def count_replayed(
         )
     if shipped is not None and len(shipped) != len(target):
         raise ReplayError(
-            f"the router of layer {layer} has routes for {len(target)} tokens, but routes for {len(shipped)} tokens "
-            "were shipped. Fix: pass routes for each token, and zeros for tokens without routes."
+            f"the router of layer {layer} needs routes for {len(target)} tokens, but received routes for "
+            f"{len(shipped)} tokens. Fix: pass routes for every token, and zeros for tokens without routes."
         )
     rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
     wanted = torch.zeros_like(sent).scatter(1, target.to(sent.device), True)

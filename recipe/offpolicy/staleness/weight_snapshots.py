@@ -84,7 +84,7 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     path, off = live_path(config), set_to(SNAPSHOTS, None)
     if path.trainer != "v1" or not path.attributes.token_versions:
         where = f"verl {path.release} with its {path.trainer.upper()} trainer"
-        reason = f"weights can be kept only under the V1 trainer, tested with verl 0.9.1, but this run uses {where}."
+        reason = f"old weights can be kept only by the V1 trainer (tested with verl 0.9.1), but this run uses {where}."
         use = f"{USE_V1}=true" if path.release.startswith("0.9.1") else f"{USE_V1}=true with verl 0.9.1"
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to keep no weights.", parts=())
         return

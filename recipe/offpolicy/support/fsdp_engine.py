@@ -35,7 +35,7 @@ from .token_supports import (
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward pass over a micro-batch with the likeliest tokens of n sampled tokens.
+    """A forward pass over a micro-batch, with the engine's likeliest tokens at each of the n sampled positions.
 
     Attributes:
         logits: (positions, V) of the whole forward pass.

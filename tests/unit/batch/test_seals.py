@@ -74,7 +74,7 @@ def test_each_change_of_a_column_by_row_is_named(name: str) -> None:
 
 
 def test_another_plan_and_a_lost_column_are_named() -> None:
-    with pytest.raises(SealError, match="the plan of another update reached the loss with 3 of 4 sequences"):
+    with pytest.raises(SealError, match="the loss received the plan of another update with 3 of 4 sequences"):
         check({}, plan=PLAN + 1)
     seals = build_seals(TOKENS, MASK, {"teacher": BY_TOKEN["advantages"]})
     with pytest.raises(SealError, match="teacher did not reach the loss"):

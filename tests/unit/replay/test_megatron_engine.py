@@ -56,7 +56,7 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
         ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes for 3 tokens.*use_remove_padding=true"
     ):
         count_replayed(5, torch.zeros(4, 4, dtype=torch.bool), TARGET)
-    with pytest.raises(ReplayError, match="layer 5 has routes for 3 tokens, but routes for 2 tokens were shipped"):
+    with pytest.raises(ReplayError, match="layer 5 needs routes for 3 tokens, but received routes for 2 tokens"):
         count_replayed(5, send([0], [1], [2]), TARGET, shipped=TARGET[:2])
 
 

@@ -58,7 +58,7 @@ def test_a_row_has_the_limit_of_the_step_in_which_its_prompt_was_issued() -> Non
     older = RowTag("v_0_0", version=5, newest=5, issued=6, length=3, is_padding=False)
     assert find_too_old([row, older], 7, limit) == []
     with pytest.raises(
-        StalenessError, match=r"sequence u_0_0 .*eta=0, which applied .* step 7, allows at most 0\. 1 of 2"
+        StalenessError, match=r"sequence u_0_0 is too old: .* age is 0, .*eta was 0 when .* step 7\. 1 of 2"
     ):
         check_ages([row, older], 8, limit)
     again = AgeLimit(Fraction(1))

@@ -284,7 +284,10 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
             ages = len(part.by_staleness) if oldest is None else oldest + 1
             if all(factor == 1 for factor in part.by_staleness[:ages]):
                 reason, factors = "each age that occurs has the factor 1, which changes no bound.", f"{at}.by_staleness"
-                fix, value = f"Set a factor above 1 for an age that occurs, or {factors}=null.", list(part.by_staleness)
+                fix, value = (
+                    f"Set a factor above 1 for at least one age that occurs, or {factors}=null.",
+                    list(part.by_staleness),
+                )
                 yield run.problem(factors, reason, fix, (), parts, "NO-OP", alongside, value=value)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
             reason = f"no token is older than {oldest} versions, because {why}, so the mask never acts."

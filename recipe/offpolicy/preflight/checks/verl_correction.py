@@ -1,4 +1,4 @@
-"""Checks of verl's own correction: used together with ours, misspelled, or in keys that the installed release ignores.
+"""Rejects keys of verl's own correction that are combined with ours, misspelled, or ignored by the installed release.
 
 verl keeps two copies of some settings. Which copy it reads depends on the release and the worker; the other is silently
 ignored. According to the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
