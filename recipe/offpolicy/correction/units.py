@@ -56,9 +56,8 @@ class Units:
     """A partition of each row's tokens; at level ``prefix``, a unit is a token with all valid tokens before it.
 
     For level ``sequence``, the values of the units are a column (see ``RowLayout``). For other levels, they have one
-    slot per token, because a row of T tokens has at most T units, and counting them on the host would synchronise with the
-    device. Units
-    without a valid token sum to 0.
+    slot per token, because a row of T tokens has at most T units, and counting them on the host would synchronise with
+    the device. Units without a valid token sum to 0.
 
     Attributes:
         valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.

@@ -227,11 +227,11 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
     worst = min((rows[i] for i in found), key=lambda row: row.version)
     raise StalenessError(
         f"sequence {worst.key} is too old: it was sampled by version {worst.version} of the weights, so in step "
-        f"{step}, which starts from version {step - 1}, its age is {compute_age(worst.version, step)}. The largest allowed age "
-        f"is {limit.get_oldest(worst.issued):g}, because offpolicy.staleness.eta was "
+        f"{step}, which starts from version {step - 1}, its age is {compute_age(worst.version, step)}. The largest "
+        f"allowed age is {limit.get_oldest(worst.issued):g}, because offpolicy.staleness.eta was "
         f"{format_eta(limit.get_eta(worst.issued))} when its prompt was issued in step {worst.issued}. {len(found)} of "
-        f"{len(rows)} sequences are too old. Fix: find the code that issues prompts too early or returns sequences too "
-        "late."
+        f"{len(rows)} sequences are too old. Fix: find the code that issues prompts too early or returns sequences "
+        "too late."
     )
 
 
