@@ -282,7 +282,7 @@ checks() {
 deadline=$((SECONDS + limit))
 selection=""
 if $quick; then
-    export OFFPOLICY_FEW_EXAMPLES=12 # see tests/support/examples.py
+    export OFFPOLICY_FEW_EXAMPLES=8 # see tests/support/examples.py
 fi
 if [[ -n $asked ]]; then
     export OFFPOLICY_ALL_EXAMPLES=1

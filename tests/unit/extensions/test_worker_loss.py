@@ -105,7 +105,7 @@ class Nothing(WorkerExtension):
 def test_an_extension_that_takes_the_correction_from_the_base_loss_stops_the_run(extension: WorkerExtension) -> None:
     loss = loss_of(CORRECTIONS["tis"], {"one": extension}, prove=True)
     loss.takes_padded = False
-    with pytest.raises(LivenessError, match="plus terms of extensions"):
+    with pytest.raises(LivenessError, match="plus extension terms"):
         verdict(loss)
 
 
