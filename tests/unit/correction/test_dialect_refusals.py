@@ -103,6 +103,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "openrlhf": [
         ({"is_correction_type": "mis"}, "algo.advantage.is_correction_type=mis"),
         ({"is_correction_enable": True, "is_correction_threshold": 2.0}, "algo.advantage.is_correction_threshold=2.0"),
+        ({"is_correction_enable": True, "is_correction_threshold": [0.5, "5"]}, "threshold=[0.5,'5']"),
     ],
     "open_instruct": [
         ({"rho_divergence_algo": "vaco"}, "rho_divergence_algo=vaco: unknown key; the known releases of open-instruct"),

@@ -196,3 +196,11 @@ def test_the_share_by_age_is_that_of_areal() -> None:
         assert torch.equal(proximal_log_prob("loglinear", "by_age", ages=torch.tensor([age]), **policies), MU)
     with pytest.raises(ValueError, match="the batch does not contain the versions"):
         proximal_log_prob("loglinear", "by_age", **policies)
+
+
+def test_a_part_picks_tokens_by_turn_direction_or_their_own_sign() -> None:
+    choices = {("any", "row"): False, ("negative", "row"): False, ("negative", "token"): True}
+    choices |= {("outward", "row"): True, ("post_tool", "row"): True}
+    for (when, sign), picks in choices.items():
+        (part,) = (each for _, each in spec(None, m=band(0.5, 2.0, when=when, sign=sign)).masks)
+        assert part.picks_tokens == picks, (when, sign)

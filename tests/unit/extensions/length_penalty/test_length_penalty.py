@@ -20,7 +20,8 @@ from recipe.offpolicy.extensions.batch_view import read_sessions
 from recipe.offpolicy.extensions.length_penalty import length_penalty, penalties
 from recipe.offpolicy.extensions.length_penalty.left_out import EasierPrompts
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
-from recipe.offpolicy.extensions.length_penalty.settings import LEAVE_OUT, LengthSettings, find_problems
+from recipe.offpolicy.extensions.length_penalty.settings import LEAVE_OUT, LengthSettings, find_problems, read_length
+from recipe.offpolicy.extensions.validation_answers import Answer, fix_classes
 from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from scripts.quickstart.model import build_tokenizer
@@ -208,6 +209,13 @@ class Trainer:
         inputs, outputs, scores = (list(each) for each in zip(*self.answers, strict=True))
         self._maybe_log_val_generations(inputs=inputs, outputs=outputs, scores=scores)
         return {"val-core/x": 1.0}
+
+
+def test_classes_and_reference_lengths_at_their_bounds() -> None:
+    shares = {"a": 10, "b": 9, "c": 1, "d": 0}
+    answers = [Answer(prompt, 5, number < right) for prompt, right in shares.items() for number in range(10)]
+    assert fix_classes(answers, samples=10) == {"a": "easy", "b": "other", "c": "other", "d": "hard"}
+    assert [read_length({"budget": value}, "extra_info.budget") for value in (0, 1)] == [None, 1.0]
 
 
 def test_validations_fix_classes_at_a_step_and_follow_them_over_a_resume(tmp_path: Path) -> None:

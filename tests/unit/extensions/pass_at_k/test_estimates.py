@@ -11,6 +11,7 @@ import torch
 
 from recipe.offpolicy.extensions.pass_at_k.estimates import (
     NotIdentified,
+    extrapolate,
     fit,
     summarize,
     unbiased,
@@ -198,3 +199,8 @@ def test_the_gradient_is_zero_at_the_fit(n: list[int], c: list[int]) -> None:
 def test_what_is_not_identified_is_said(n: list[int], c: list[int], said: str) -> None:
     with pytest.raises(NotIdentified, match=said):
         fit(torch.tensor(n), torch.tensor(c))
+
+
+def test_pass_at_k_of_beta_rates_by_hand() -> None:
+    """Beta(2, 3): k = 1 is the mean 2/5, and k = 2 is 1 - (3 x 4) / (5 x 6)."""
+    assert [extrapolate(2.0, 3.0, k) for k in (1, 2)] == pytest.approx([0.4, 0.6])
