@@ -262,7 +262,7 @@ def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
 
 
 def _find_extreme(reduction: Reduction, values: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, Any]:
-    """Find the least or greatest value with a count other than 0, or else the first; also return the total count."""
+    """Return the least or greatest value whose count is not 0 (the first if all counts are 0), and the total count."""
     extreme = min if reduction is Reduction.MIN else max
     counted = [value for value, count in zip(values, counts, strict=True) if count]
     return extreme(counted) if counted else values[0], sum(counts)

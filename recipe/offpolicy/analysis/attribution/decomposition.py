@@ -167,7 +167,7 @@ def compute_routing_sums(rows: Rows) -> dict[str, Array]:
 BOUNDS: Final = tuple(
     round(2**32 * total) for total in itertools.accumulate(math.exp(-1) / math.factorial(k) for k in range(12))
 )
-"""Scaled cumulative distribution of a Poisson variable: the uniform values at which it becomes 1, 2, and so on."""
+"""Scaled distribution function of a Poisson variable: the uniform draws from which the variable is 1, 2, and so on."""
 
 
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:

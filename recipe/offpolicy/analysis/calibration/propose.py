@@ -1,4 +1,4 @@
-"""Propose bounds that meet a target on a recording: overall, by length if it matters, and above the noise floor.
+"""Propose bounds that meet a target on a recording and exceed the noise floor: overall and, if needed, per length.
 
 In a mean over T tokens, zero-mean noise averages out, and the spread falls as T^-1/2. In a sum over T tokens, noise
 adds up, and the spread grows as T^1/2. A bound on a geometric mean therefore rejects short rows, and a bound on a
