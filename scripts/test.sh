@@ -213,7 +213,7 @@ others() {
     return "$status"
 }
 
-# Runs pytest until the deadline. It is then interrupted, so that it can report and clean up, and killed a minute later.
+# Runs pytest until the deadline. An interrupt then lets it report and clean up; a minute later, it is killed.
 # The signal is reset, because processes that bash runs in the background ignore an interrupt.
 bounded() {
     local left=$((deadline - SECONDS))

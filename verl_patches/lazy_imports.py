@@ -1,8 +1,9 @@
 """Fast imports of verl for a process that calls only a few of its functions and does not train.
 
-verl's modules import packages that only a run needs, such as Ray, transformers and datasets, which takes seconds. After
-`install()`, such an import runs only when a name that it binds is first looked up, as in Python's `lazy import` (PEP
-810). The process runs verl's own code with the same objects, but does not import unused modules.
+verl's modules import packages that only a run needs, such as Ray, transformers and datasets. Importing them takes
+several seconds. After `install()`, such an import runs only when a name that it binds is first looked up, as in
+Python's `lazy import` (PEP 810). The process runs verl's own code with the same objects, but does not import unused
+modules.
 
 The following imports still run immediately: the standard library, `from x import *`, imports inside `with`, and imports
 inside a `try` that contains other statements. Annotations of functions are not evaluated; annotations of fields are

@@ -122,13 +122,6 @@ AGGREGATES = tuple(name for name, entry in TABLE.items() if entry.reduce not in 
 """Aggregates over the ratios of one unit; second_moment and staleness have other bounds."""
 
 
-def bounds_of(aggregate: str, band: Bounds = (0.93, 1.21), upper: float = 0.37) -> dict[str, float | None]:
-    """Draw bounds that the aggregate accepts: ``band`` for ratios, otherwise only ``upper``."""
-    entry = TABLE[aggregate]
-    low, high = band if entry.on_ratio else (None, upper)
-    return {"lower": None if entry.one_sided else low, "upper": high}
-
-
 # Bands that hold the value of equal policies, so that agreement is a no-op: 1 for ratios, 0 for differences.
 LOWER: Bounds = (None, 0.5, 0.9, 0.99, 1.0)
 UPPER: Bounds = (None, 1.0, 1.01, 1.1, 2.0)

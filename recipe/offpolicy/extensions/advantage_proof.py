@@ -108,7 +108,7 @@ def hash_advantages(batch: BatchView, advantages: Tensor) -> dict[str, int]:
 
 
 def name_hashes(batch: BatchView, responses: Tensor, mask: Tensor, values: Tensor) -> dict[str, int]:
-    """Hash each row of a batch that has a token in the mask; return the hashes by key."""
+    """Hash each row in which the mask selects at least one token; return the hashes by key."""
     hashes = hash_rows(responses, mask, values).tolist()
     there = mask.any(-1).tolist()
     return {key: number for key, number, is_there in zip(batch.keys, hashes, there, strict=True) if is_there}

@@ -89,7 +89,7 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """Read the alarms that are on, by name, from a configuration without problems (see ``find_problems``).
+    """Return the enabled alarms, keyed by name; ``config`` must have passed ``find_problems``.
 
     An alarm on an extension's metric is off if the extension is off.
     """

@@ -49,7 +49,7 @@ def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
         compiled: Any = njit(cache=True, **settings)(function)
     except RuntimeError as error:  # numba found no writable folder
         logger.warning(
-            "%s: every process compiles the loops again, which takes seconds. "
+            "%s: every process compiles the loops again, which takes several seconds. "
             "Set NUMBA_CACHE_DIR to a writable folder.",
             error,
         )

@@ -185,7 +185,7 @@ def verl_rollout_correction(
     Sums are float64, and padding is never read. A token whose log-prob is not finite is excluded from weights, mask and
     metrics. A row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read
     once, and apart from the results, no memory of the batch's size is used. The first call on a machine compiles the
-    loops, which takes seconds.
+    loops, which takes several seconds.
 
     Tensors are either all padded, (B, T), or all jagged nested tensors of the same rows, which are read in place.
 

@@ -1,7 +1,7 @@
 """Additions to verl's workers and worker groups: a guard for ``update_actor``, a method for add-ons, and checksums.
 
 The driver makes all gradient updates through ``update_actor`` of a worker group. A group that does not belong to a
-corrected trainer rejects updates, because these would train without the correction and its proof.
+corrected trainer rejects updates, because they would run without the correction and its proof.
 
 Patched in verl: ``WorkerGroup._bind_worker_method``; ``ActorRolloutRefWorker``, whose ``actor`` is the inner worker
 with the ``engine``, receives a method that worker groups find through ``register``; and, in verl 0.8.0 to 0.9.1,

@@ -179,7 +179,8 @@ def find_temperature(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cau
     evidence |= slope.name("slope", "low", "high") | explained.name("explained", "low") | fit.name("fit", "low")
     # Distance of the interval from 1; negative if the interval contains 1.
     distance = max(slope.low - 1.0, 1.0 - slope.high)
-    sentence = f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old"
+    interval = f"[{slope.low:.3f}, {slope.high:.3f}]"
+    sentence = f"within a context, log mu is linear in log pi_old, with slope {slope.value:.3f} {interval}"
     explains = f"which explains {explained.value:.0%} of the gap"
     if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
         return Cause(TEMPERATURE, "absent", evidence, f"{sentence}, {explains}")
